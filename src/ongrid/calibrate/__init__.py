@@ -1,0 +1,1 @@
+"""Calibration: one decoder layer at a time, one file an algorithm."""

@@ -1,0 +1,89 @@
+"""What an algorithm is: settings, and one method that works on one layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from ongrid._config import Table, build
+from ongrid.errors import CalibrationError, ConfigError
+from ongrid.nn import WEIGHT, QuantizerSpec
+
+if TYPE_CHECKING:
+    from ongrid.calibrate.replay import Replay
+
+Propagation = Literal["quantized", "float"]
+"""Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
+
+Notes = dict[str, dict[str, Any]]
+"""What an algorithm has to report of each linear, by path: plain numbers and strings, no timings."""
+
+
+class AbstractAlgorithm(ABC):
+    """Settings (a frozen dataclass) with one method, `run`.
+
+    Laws: output goes only into the weights and quantizers of `layer`; the same replay gives the same
+    result; in the algorithm's own objective it is never worse than plain rounding on the calibration
+    statistics; the plan is respected.
+    """
+
+    @property
+    @abstractmethod
+    def propagate(self) -> Propagation: ...
+
+    @abstractmethod
+    def needs_inputs(self, specs: Mapping[str, QuantizerSpec]) -> bool:
+        """Whether these quantizers need data. Where none does, no layer is run at all."""
+
+    @abstractmethod
+    def run(self, layer: nn.Module, replay: Replay) -> Notes:
+        """Calibrates every quantizer of a layer whose linears are `QuantLinear`s, in place.
+
+        Weights are `LatentWeight`s that hold plain rounding; one that is left alone stays that.
+        """
+
+    def check(self, specs: Mapping[str, QuantizerSpec]) -> list[CalibrationError]:
+        """What this algorithm cannot do with these quantizers, before any layer is touched."""
+        return []
+
+
+ALGORITHMS = Table(
+    "algorithm",
+    {
+        "rtn": "ongrid.calibrate.ranges:Rtn",
+        "max": "ongrid.calibrate.ranges:Max",
+        "mse": "ongrid.calibrate.ranges:Mse",
+        "gptq": "ongrid.calibrate.gptq:Gptq",
+    },
+)
+
+
+def parse_algorithm(text: str) -> AbstractAlgorithm:
+    """An algorithm from `gptq` or `gptq:damp=0.05,act_order=true`."""
+    name, _, settings = text.partition(":")
+    values: dict[str, Any] = {}
+    for pair in filter(None, settings.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} is not a setting", where=text, remedy="Write name=value.")
+        values[key.strip()] = _value(value.strip())
+    return build(ALGORITHMS[name], values)
+
+
+def static_activations(specs: Mapping[str, QuantizerSpec]) -> list[str]:
+    """Paths of the quantizers whose range only data can tell."""
+    return [p for p, s in specs.items() if not p.endswith(WEIGHT) and not s.dynamic]
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,239 @@
+"""Capture: one pass through a model that records how it calls each decoder layer.
+
+For the duration of the pass every decoder layer's `forward` is replaced on the instance by a
+recorder, which notes its arguments and hands the hidden state through. So one pass gives the masks,
+rotary tables and flags of every layer while no decoder layer computes or is even loaded. The
+recorder checks that each layer was handed the very object that the layer before it returned: a
+parent that computes between its layers is refused, since replay would leave that out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from ongrid.errors import CalibrationError, StructureError
+from ongrid.nn import Stack
+
+Drive = Callable[[nn.Module], object]
+"""Runs the model over the calibration set, calling it once a batch."""
+
+_HIDDEN = "hidden_states"
+
+
+class _Stop(BaseException):
+    """Ends a model's forward after its last layer; no `except Exception` of a model may catch it."""
+
+
+class _OtherForm(BaseException):
+    """A parent did not find the hidden state in what the recorder returned."""
+
+
+@dataclass
+class Call:
+    """How one layer is called for one batch: everything but the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_args: bool
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """The layer's next hidden state for a hidden state `[rows tokens features]`."""
+        if self.in_args:
+            out = layer(hidden, *self.args, **self.kwargs)
+        else:
+            out = layer(*self.args, **{_HIDDEN: hidden}, **self.kwargs)
+        first = out[0] if isinstance(out, tuple | list) else out
+        if not isinstance(first, Tensor) or first.shape != hidden.shape:
+            raise StructureError(
+                f"{type(layer).__name__} returned {type(first).__name__}"
+                f"{tuple(first.shape) if isinstance(first, Tensor) else ''}, "
+                f"not a hidden state {tuple(hidden.shape)}",
+                remedy="Only layers that map a hidden state to one of the same shape can be walked.",
+            )
+        return first
+
+
+@dataclass
+class Capture:
+    """What enters the first layer and how every layer is called, batch by batch."""
+
+    hidden: list[Tensor] = field(default_factory=list)
+    calls: list[list[Call]] = field(default_factory=list)
+    """`calls[layer][batch]`; what layers share of a batch is one object."""
+    keep: list[Bool[Tensor, "rows tokens"] | None] = field(default_factory=list)
+    """Which positions hold tokens rather than padding; None where all do."""
+
+    as_tuple: bool = False
+    """Whether the parent takes its layers' outputs as tuples."""
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens, padding not counted."""
+        return sum(
+            h.shape[0] * h.shape[1] if keep is None else int(keep.sum())
+            for h, keep in zip(self.hidden, self.keep, strict=True)
+        )
+
+
+@torch.no_grad()
+def capture(model: nn.Module, stack: Stack, drive: Drive) -> Capture:
+    """Records every batch that `drive` runs; nothing of the model is changed afterwards.
+
+    Raises `StructureError` where the layers are not a plain chain, where a layer is called out of
+    turn, or where an argument is of a kind that cannot be kept for replay; `CalibrationError` where
+    `drive` never reached the layers.
+    """
+    recorder = _Recorder(stack, model)
+    with recorder.installed():
+        drive(model)
+    found = recorder.capture
+    if not found.hidden:
+        raise CalibrationError(
+            "the calibration set has no batch", remedy="Give at least one batch of token ids."
+        )
+    return found
+
+
+class _Recorder:
+    def __init__(self, stack: Stack, model: nn.Module) -> None:
+        self.stack = stack
+        self.model = model
+        self.layers = stack.layers(model)
+        self.signature = inspect.signature(model.forward)
+        self.capture = Capture(calls=[[] for _ in self.layers])
+        self._calls: list[Call] = []
+        self._first: Tensor | None = None
+        self._handed: object = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {m: m.__dict__.get("forward") for m in (self.model, *self.layers)}
+        training = self.model.training
+        self.model.eval()
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = _bind(self._layer_called, index)
+            self.model.forward = _bind(self._model_called, self.model.forward)
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = forward
+            self.model.train(training)
+
+    def _model_called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """One batch: tries whether the parent takes a bare hidden state, else a tuple with it."""
+        try:
+            self._attempt(forward, args, kwargs)
+        except (_OtherForm, ValueError, TypeError, IndexError) as first:
+            # A parent that unpacks its layers' outputs fails on a bare tensor in one of these ways.
+            # Anything else than the form of the output fails again, and is then raised as it is.
+            if self.capture.as_tuple:
+                raise self._broken() from first
+            self.capture.as_tuple = True
+            try:
+                self._attempt(forward, args, kwargs)
+            except _OtherForm as second:
+                raise self._broken() from second
+        keep = self._keep(args, kwargs)
+        assert self._first is not None
+        self.capture.hidden.append(self._first)
+        self.capture.keep.append(keep)
+        for calls, call in zip(self.capture.calls, self._calls, strict=True):
+            calls.append(call)
+
+    def _attempt(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._calls, self._first, self._handed = [], None, None
+        try:
+            forward(*args, **kwargs)
+        except _Stop:
+            return
+        raise StructureError(
+            f"a forward ended after {len(self._calls)} of {len(self.layers)} layers",
+            where=self.stack.path,
+            remedy="Give the path of the decoder's layers with `layers=`.",
+        )
+
+    def _layer_called(self, index: int, *args: Any, **kwargs: Any) -> object:
+        if index != len(self._calls):
+            raise StructureError(
+                f"layer {index} was called when layer {len(self._calls)} was due",
+                where=self.stack.path,
+                remedy="Layers that are skipped, shared or called twice cannot be walked one by one.",
+            )
+        in_args = bool(args)
+        hidden = args[0] if in_args else kwargs.get(_HIDDEN)
+        if index and hidden is not self._handed:
+            raise _OtherForm
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise StructureError(
+                f"layer {index} is not called with a hidden state [rows tokens features]",
+                where=self.stack.path,
+            )
+        rest = {k: v for k, v in kwargs.items() if k != _HIDDEN or in_args}
+        where = f"{self.stack.paths[index]}"
+        for name, value in [*enumerate(args[1:], 1), *rest.items()]:
+            _check_replayable(value, f"{where}, argument {name!r}")
+        self._calls.append(Call(args[1:], rest, in_args))
+        self._handed = hidden
+        if index == 0:
+            self._first = hidden
+        if index == len(self.layers) - 1:
+            raise _Stop
+        return (hidden,) if self.capture.as_tuple else hidden
+
+    def _broken(self) -> StructureError:
+        index = len(self._calls)
+        return StructureError(
+            f"layer {index} was not handed what layer {index - 1} returned",
+            where=self.stack.path,
+            remedy="The model computes between its layers, which a walk layer by layer would leave out.",
+        )
+
+    def _keep(self, args: Any, kwargs: Any) -> Tensor | None:
+        assert self._first is not None
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.shape != self._first.shape[:2]:
+            raise CalibrationError(
+                "the attention mask does not say which positions are padding: expected "
+                f"{tuple(self._first.shape[:2])}, found "
+                f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}",
+                remedy="Give attention_mask as [rows tokens], 1 for tokens and 0 for padding.",
+            )
+        keep = mask.bool()
+        return None if bool(keep.all()) else keep
+
+
+def _bind(function: Callable[..., Any], first: Any) -> Callable[..., Any]:
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return function(first, *args, **kwargs)
+
+    return bound
+
+
+def _check_replayable(value: Any, where: str) -> None:
+    """Arguments are replayed as they are; an object with a state of its own would change on the way."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for entry in value:
+            _check_replayable(entry, where)
+    elif not (value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype)):
+        raise StructureError(
+            f"a {type(value).__name__} is handed to the layer, which replay cannot keep",
+            where=where,
+            remedy="Calibrate with caches off (use_cache=False).",
+        )

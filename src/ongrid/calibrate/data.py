@@ -1,0 +1,111 @@
+"""Calibration data: whatever a caller has becomes a list of model calls."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ongrid.errors import CalibrationError
+from ongrid.store.shards import tensor_hash
+
+Batches = Iterable[Any] | Callable[[nn.Module], object]
+"""Batches (dictionaries of model arguments, or tensors), or a function that runs a model over them."""
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One call of the model: one batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, model: nn.Module) -> object:
+        return model(*self.args, **self.kwargs)
+
+
+def read_calls(model: nn.Module, batches: Batches) -> list[ModelCall]:
+    """Every call that the batches stand for, caches switched off.
+
+    A function is run once with the model's forward replaced by a note-taker; nothing is computed, so
+    it cannot look at outputs. Rows that are padded on the left get the positions that generation would
+    give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty set, and for
+    entries that are neither tensors nor dictionaries.
+    """
+    calls = _noted(model, batches) if callable(batches) else [_call(entry) for entry in batches]
+    if not calls:
+        raise CalibrationError(
+            "the calibration set has no batch", remedy="Give at least one batch of token ids."
+        )
+    accepted = inspect.signature(model.forward).parameters
+    return [ModelCall(call.args, _completed(call.kwargs, accepted)) for call in calls]
+
+
+def data_fingerprint(calls: list[ModelCall]) -> dict[str, Any]:
+    """A hash of the batches, and their number and sizes for people to read."""
+    sizes, hashes = [], hashlib.sha256()
+    for call in calls:
+        named = {str(i): v for i, v in enumerate(call.args)} | call.kwargs
+        for name in sorted(named):
+            value = named[name]
+            shown = tensor_hash(value.cpu()) if isinstance(value, Tensor) else repr(value)
+            hashes.update(f"{name}={shown};".encode())
+        sizes.append(next((list(v.shape) for v in named.values() if isinstance(v, Tensor)), []))
+    rows = sum(size[0] for size in sizes if size)
+    return {"sha256": hashes.hexdigest(), "batches": len(calls), "rows": rows}
+
+
+def _call(entry: Any) -> ModelCall:
+    if isinstance(entry, Tensor):
+        return ModelCall((entry,), {})
+    if isinstance(entry, Mapping):
+        return ModelCall((), dict(entry))
+    raise CalibrationError(
+        f"a calibration batch is a {type(entry).__name__}",
+        remedy="Give tensors of token ids [rows tokens], or dictionaries of the model's arguments.",
+    )
+
+
+def _noted(model: nn.Module, loop: Callable[[nn.Module], object]) -> list[ModelCall]:
+    calls: list[ModelCall] = []
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        calls.append(ModelCall(args, kwargs))
+
+    before = model.__dict__.get("forward")
+    model.forward = note
+    try:
+        loop(model)
+    finally:
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before
+    return calls
+
+
+def _completed(kwargs: dict[str, Any], accepted: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = {k: v for k, v in kwargs.items() if k != "labels"}
+    if "use_cache" in accepted:
+        kwargs["use_cache"] = False
+    mask = kwargs.get("attention_mask")
+    left_padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, 0].all())
+    if left_padded and "position_ids" in accepted and "position_ids" not in kwargs:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return kwargs
+
+
+def run_all(calls: list[ModelCall]) -> Callable[[nn.Module], None]:
+    """A function that runs a model over calls, one after the other."""
+
+    def drive(model: nn.Module) -> None:
+        with torch.no_grad():
+            for call in calls:
+                call.run(model)
+
+    return drive

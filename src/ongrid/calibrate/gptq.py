@@ -1,0 +1,343 @@
+"""GPTQ: rounds a weight column by column and lets later columns make up for the error.
+
+Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for Generative
+Pre-trained Transformers" (2022). In this house's letters, for inputs X `[tokens in]`:
+
+    H = X^T X,   U = upper Cholesky factor of (H + damping)^-1
+    for each column j:   q_j = encode(w_j),   e_j = (w_j - decode(q_j)) / U_jj
+                         w_k -= e_j U_jk      for all k > j
+
+The columns that follow are updated one block at a time (the paper's lazy batches), here from the left:
+a block collects the errors of all earlier columns in one matrix product when it is reached, and inside
+it a column collects those of its block when it is reached. That reads the errors once and writes each
+column once. Rows are independent, so linears that see the same input share H and U, and are swept as
+one matrix. A group's scale is fitted when the sweep reaches it, from the already updated columns.
+
+Left out: the paper's float16 storage of H (statistics are float32 here). Added: a row whose error
+tr(E H E^T) came out above that of plain rounding keeps plain rounding, and is counted; damping escalates
+when a factorisation fails, and a module whose H cannot be factorised at all is rounded plainly and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes, Propagation
+from ongrid.calibrate.ranges import calibrate_activations, search_range
+from ongrid.calibrate.replay import AbstractReduction, Replay
+from ongrid.errors import ConfigError, NonFiniteError
+from ongrid.grid import Grid, Parts, QTensor
+from ongrid.grid.grid import decode_values, encode_values
+from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
+
+_ESCALATION = 10.0
+_MOST_DAMPING = 10.0
+
+
+class SecondMoment(AbstractReduction):
+    """X^T X, float32 `[in in]`, and the number of tokens."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | None = None
+        self.tokens = 0
+
+    def update(self, x: Float[Tensor, "tokens features"]) -> None:
+        self.tokens += x.shape[0]
+        # Numbers that already are bfloat16 have exact products in float32, so letting the matrix
+        # unit take them as they are loses nothing; float32 inputs are multiplied as float32.
+        exact = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        context = _bf16_products() if exact else nullcontext()
+        x = x.float()
+        with context:
+            if self.sum is None:
+                self.sum = x.T @ x
+            else:
+                self.sum.addmm_(x.T, x)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A column is too small to share: handing it to a second thread costs more than computing it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """Lets float32 products be formed from bfloat16 factors, with float32 sums."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True)
+class Gptq(AbstractAlgorithm):
+    """Error-compensating rounding of weights, layer by layer.
+
+    `damp`: share of the mean diagonal of H that is added to it. `act_order`: columns in order of
+    falling diagonal, with scales fitted before the sweep; codes stay in the order of the source.
+    `scales`: how a scale is fitted, to the range or to the least squared error. `block`: columns
+    whose updates are collected in one product, where groups do not say it.
+    """
+
+    damp: float = 0.01
+    act_order: bool = False
+    scales: Literal["max", "mse"] = "max"
+    block: int = 128
+    propagate: Propagation = "quantized"
+
+    def __post_init__(self) -> None:
+        if not self.damp > 0:
+            raise ConfigError(f"damp must be positive, not {self.damp}", where="gptq")
+        if self.block < 1:
+            raise ConfigError(f"block must be at least 1, not {self.block}", where="gptq")
+
+    def needs_inputs(self, specs: Mapping[str, QuantizerSpec]) -> bool:
+        return bool(specs)
+
+    def run(self, layer: nn.Module, replay: Replay) -> Notes:
+        notes = calibrate_activations(layer, replay)
+        linears = {
+            path: linear
+            for path, linear in quant_linears(layer).items()
+            if isinstance(linear.weight_quantizer, LatentWeight)
+        }
+        moments = replay.observe(layer, list(linears), SecondMoment, activations=True)
+        for moment in dict.fromkeys(moments.values()):
+            paths = [path for path, m in moments.items() if m is moment]
+            for alike in _stacks({p: _latent(linears[p]) for p in paths}):
+                solved, note = self._solve(moment, alike)
+                for path, q in solved.items():
+                    linears[path].weight_quantizer = CodedWeight(q, alike[path].dtype)
+                notes |= note
+            # The largest tensor of the run goes as soon as it has been used.
+            moment.sum = None
+        return notes
+
+    def _solve(
+        self, moment: SecondMoment, weights: Mapping[str, LatentWeight]
+    ) -> tuple[dict[str, QTensor], Notes]:
+        """Sweeps weights that share inputs and grid as one matrix; what stays plain is left out."""
+        first = next(iter(weights.values()))
+        w = torch.cat([weight.latent.detach().float() for weight in weights.values()])
+        h = moment.sum
+        if h is None:
+            return {}, {path: {"tokens": 0, "rounded_plainly": "no token"} for path in weights}
+        if not bool(torch.isfinite(h).all()):
+            raise NonFiniteError(
+                "the second moment of the inputs is not finite",
+                where=next(iter(weights)),
+                remedy="The inputs overflow float32 when squared: scale them, or keep this float.",
+            )
+        factor = factorise(h, self.damp)
+        plain = _plain_parts(weights)
+        common = {"tokens": moment.tokens, "dead_columns": int((h.diagonal() == 0).sum())}
+        if factor is None:
+            reason = f"no damping up to {_MOST_DAMPING:g} makes H positive definite"
+            return {}, {path: {**common, "rounded_plainly": reason} for path in weights}
+        with _one_thread():
+            swept = self._sweep(first.grid, w, h, factor.u, first.dtype)
+        parts, kept = _never_worse(first.grid, w, h, plain, swept, first.dtype)
+        return _split(first.grid, parts, kept, weights, {**common, "damp": factor.damp})
+
+    def _sweep(self, grid: Grid, w: Tensor, h: Tensor, u: Tensor, dtype: torch.dtype) -> Parts:
+        if not self.act_order:
+            return sweep(grid, w, u, dtype, fit=self._fit, block=self.block)
+        order = h.diagonal().argsort(descending=True, stable=True)
+        # The factor of a permuted H is not a permutation of the factor.
+        permuted = factorise(h[order][:, order], self.damp)
+        assert permuted is not None
+        return sweep(
+            grid, w, permuted.u, dtype, fit=self._fit, block=self.block, order=order
+        )
+
+    def _fit(self, grid: Grid, w: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
+        if self.scales == "mse":
+            return search_range(grid, w, dtype, shrink=0.4, steps=31)
+        return grid.fit(w, dtype)
+
+
+class Factor(NamedTuple):
+    """The upper Cholesky factor of a damped inverse, and the share of damping that it took."""
+
+    u: Float[Tensor, "in in"]
+    damp: float
+
+
+def factorise(h: Float[Tensor, "in in"], damp: float) -> Factor | None:
+    """U with (H + damping)^-1 = U^T U, U upper triangular; None where no damping is enough.
+
+    An input that never was anything but 0 gets 1 on the diagonal: its column is then rounded plainly
+    and takes part in nothing. Damping grows tenfold until the factorisation succeeds.
+    """
+    dead = h.diagonal() == 0
+    level = h.diagonal()[~dead].mean() if not bool(dead.all()) else torch.zeros(())
+    while damp <= _MOST_DAMPING:
+        damped = h.clone()
+        damped.diagonal().add_(torch.where(dead, 1.0, damp * level))
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            u, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed) and bool(torch.isfinite(u).all()):
+                return Factor(u, damp)
+        damp *= _ESCALATION
+    return None
+
+
+def sweep(
+    grid: Grid,
+    w: Float[Tensor, "out in"],
+    u: Float[Tensor, "in in"],
+    dtype: torch.dtype,
+    *,
+    fit: Any = Grid.fit,
+    block: int = 128,
+    order: Tensor | None = None,
+) -> Parts:
+    """Codes, scales and zeros of w `[out in]` float32 under the factor u; w itself stays unchanged.
+
+    With `order`, the sweep takes columns in that order (u is the factor in that order), and all scales
+    are fitted beforehand. So they are where a scale spans the row or lies on a grid of its own.
+    """
+    rows, columns = w.shape
+    width = columns if grid.blocks.cols == -1 else grid.blocks.cols
+    static = order is not None or width == columns or not isinstance(grid.scale, torch.dtype)
+    scale, zero = fit(grid, w, dtype) if static else (None, None)
+    group_of = torch.arange(columns, device=w.device) // width
+    wt = w.T.contiguous()
+    if order is not None:
+        group_of, wt = group_of[order], wt[order]
+    groups = group_of.tolist()
+    s_all = grid.scales(scale) if static else wt.new_empty(0)
+    errors = torch.empty_like(wt)
+    codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
+    pivots = u.diagonal().tolist()
+    fitted: list[tuple[Tensor, Tensor | None]] = []
+    step = block if static else width
+    for start in range(0, columns, step):
+        stop = min(start + step, columns)
+        if start:
+            wt[start:stop].addmm_(u[:start, start:stop].T, errors[:start], alpha=-1)
+        s, z = wt.new_empty(0), None
+        if not static:
+            s, z = fit(grid, wt[start:stop].T, dtype)
+            fitted.append((s, z))
+            s = s.float()
+        for j in range(start, stop):
+            column = wt[j]
+            if j > start:
+                column = torch.addmv(column, errors[start:j].T, u[start:j, j], alpha=-1)
+            if static:
+                s = s_all if s_all.dim() == 0 else s_all[:, groups[j], None]
+                z = None if zero is None else zero[:, groups[j], None]
+            q = encode_values(grid, column[:, None], s, z, None)
+            codes[j] = q[:, 0]
+            decoded = decode_values(grid, q, s, z, None, dtype)[:, 0]
+            torch.sub(column, decoded, out=errors[j]).div_(pivots[j])
+    if order is not None:
+        codes = codes[order.argsort()]
+    if not static:
+        scale = torch.cat([s for s, _ in fitted], 1)
+        zeros = [z for _, z in fitted if z is not None]
+        zero = torch.cat(zeros, 1) if zeros else None
+    return Parts(codes.T.contiguous(), scale, zero)
+
+
+def row_errors(e: Float[Tensor, "out in"], h: Float[Tensor, "in in"]) -> Float[Tensor, "out"]:
+    """The algorithm's objective: e H e^T of each row, the squared error of its outputs."""
+    return ((e @ h) * e).sum(1)
+
+
+def _latent(linear: Any) -> LatentWeight:
+    assert isinstance(linear.weight_quantizer, LatentWeight)
+    return linear.weight_quantizer
+
+
+def _stacks(weights: Mapping[str, LatentWeight]) -> list[dict[str, LatentWeight]]:
+    """Weights that can be swept as one matrix: equal grids whose rows do not share a scale."""
+    stacks: dict[object, dict[str, LatentWeight]] = {}
+    for path, weight in weights.items():
+        alone = weight.grid.blocks.rows != 1 or isinstance(weight.grid.scale, Grid)
+        key = path if alone else (weight.grid, weight.dtype)
+        stacks.setdefault(key, {})[path] = weight
+    return list(stacks.values())
+
+
+def _plain_parts(weights: Mapping[str, LatentWeight]) -> Parts:
+    """What plain rounding stores of stacked weights."""
+    parts = [weight.freeze().parts for weight in weights.values()]
+    if len(parts) == 1:
+        return parts[0]
+    return Parts(*(None if t[0] is None else torch.cat(t) for t in zip(*parts, strict=True)))
+
+
+def _never_worse(
+    grid: Grid, w: Tensor, h: Tensor, plain: Parts, swept: Parts, dtype: torch.dtype
+) -> tuple[Parts, Tensor]:
+    """Keeps plain rounding in the rows where the sweep ended worse; says which rows those are.
+
+    Rows that share a scale are kept or swept together.
+    """
+    shared = w.shape[0] if isinstance(grid.scale, Grid) else -1
+    losses = []
+    for parts in (plain, swept):
+        losses.append(row_errors(w - grid.decode(parts, dtype).float(), h))
+    per_block = shared if shared > 0 else grid.blocks.rows
+    size = w.shape[0] if per_block == -1 else per_block
+    before, after = (loss.reshape(-1, size).sum(1) for loss in losses)
+    worse = ~(after <= before)
+    rows = worse.repeat_interleave(size)
+    if not bool(worse.any()):
+        return swept, rows
+    if isinstance(plain.scale, Parts) or isinstance(swept.scale, Parts):
+        return plain, rows
+    return (
+        Parts(
+            torch.where(rows[:, None], plain.codes, swept.codes),
+            _choose(worse, plain.scale, swept.scale),
+            _choose(worse, plain.zero, swept.zero),
+        ),
+        rows,
+    )
+
+
+def _choose(worse: Tensor, plain: Tensor | None, swept: Tensor | None) -> Tensor | None:
+    if plain is None or swept is None:
+        return None
+    return torch.where(worse[:, None], plain, swept)
+
+
+def _split(
+    grid: Grid,
+    parts: Parts,
+    kept: Tensor,
+    weights: Mapping[str, LatentWeight],
+    common: dict[str, Any],
+) -> tuple[dict[str, QTensor], Notes]:
+    """Cuts a stacked result into the matrices that it was stacked from."""
+    if len(weights) == 1:
+        path = next(iter(weights))
+        rows_kept = int(kept.sum())
+        return {path: QTensor(grid, parts)}, {path: {**common, "rows_rounded_plainly": rows_kept}}
+    solved, notes, start = {}, {}, 0
+    for path, weight in weights.items():
+        rows = slice(start, start + weight.shape[0])
+        start = rows.stop
+        own = (None if t is None else t[rows].clone() for t in parts)
+        solved[path] = QTensor(grid, Parts(*own))
+        notes[path] = {**common, "rows_rounded_plainly": int(kept[rows].sum())}
+    return solved, notes

@@ -1,0 +1,249 @@
+"""Replay: the calibration set as one decoder layer sees it.
+
+No algorithm runs a layer or writes a hook. It asks for statistics of the inputs of named modules,
+and replay streams them, batch by batch, into a reduction. Modules that are fed the same tensor share
+one reduction. Padding never counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ongrid.calibrate.algorithm import Propagation
+from ongrid.calibrate.capture import Capture
+from ongrid.errors import NonFiniteError, StructureError
+from ongrid.nn import QuantLinear, bypassed, quant_linears
+
+Reported = Callable[[int, int], None]
+"""Called after each batch with the number of batches done and the number of all."""
+
+
+class AbstractReduction(ABC):
+    """A statistic that is built up from batches of rows."""
+
+    @abstractmethod
+    def update(self, x: Float[Tensor, "tokens features"]) -> None:
+        """Takes in the inputs of one batch, padding removed."""
+
+
+R = TypeVar("R", bound=AbstractReduction)
+
+
+class Replay:
+    """The batches that enter the layer at hand, and the way it is called for each of them.
+
+    `forwards` counts layer executions over all batches, for the record.
+    """
+
+    def __init__(
+        self,
+        found: Capture,
+        propagate: Propagation,
+        report: Reported = lambda done, total: None,
+    ) -> None:
+        self.found = found
+        self.propagate = propagate
+        self.index = 0
+        self.forwards = 0
+        self._report = report
+        self._float_outputs: list[Tensor] = []
+
+    @property
+    def hidden(self) -> list[Float[Tensor, "rows tokens features"]]:
+        """The inputs of the layer at hand, batch by batch."""
+        return self.found.hidden
+
+    def enter(self, index: int, hidden: list[Tensor] | None = None) -> None:
+        """Moves on to a layer; `hidden` replaces its inputs, when a run is taken up again."""
+        self.index = index
+        self._float_outputs = []
+        if hidden is not None:
+            self.found.hidden[:] = hidden
+
+    @torch.no_grad()
+    def observe(
+        self,
+        layer: nn.Module,
+        paths: Sequence[str],
+        make: Callable[[], R],
+        *,
+        activations: bool,
+    ) -> dict[str, R]:
+        """Reduces what each named linear multiplies with (or each named module is fed).
+
+        One execution of the layer per batch, with float weights. `activations` says whether its
+        activation quantizers are live meanwhile. Linears that are fed the same tensor in every
+        batch, through equal quantizers, share one reduction: the same object stands under each of
+        their paths. Raises `NonFiniteError` for a NaN or an infinity, `StructureError` for a named
+        module that a batch never reaches.
+        """
+        shared: _Sharing[R] = _Sharing(layer, paths, make)
+        outputs = []
+        float_run = self.propagate == "float" and not activations
+        with shared.watching(), bypassed(layer, activations=not activations):
+            for batch, hidden in enumerate(self._progress(self.hidden)):
+                outputs.append(self._run(layer, batch, hidden))
+                shared.reduce(self.found.keep[batch], hidden.shape[:2])
+                if not float_run:
+                    outputs.clear()
+        if float_run:
+            # Quantization was off: these are the next layer's inputs, without another execution.
+            self._float_outputs = outputs
+        return shared.reductions()
+
+    @torch.no_grad()
+    def settle(self, layer: nn.Module) -> None:
+        """Before the float weights go: makes sure that float propagation has outputs to hand on."""
+        if self.propagate == "float" and not self._float_outputs:
+            with bypassed(layer, activations=True):
+                for batch, hidden in enumerate(self._progress(self.hidden)):
+                    self._float_outputs.append(self._run(layer, batch, hidden))
+
+    @torch.no_grad()
+    def advance(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Replaces the inputs by the layer's outputs, the inputs of the next layer.
+
+        Returns the weight matrix that each linear used meanwhile, by path.
+        """
+        if self.propagate == "float":
+            self.found.hidden[:], self._float_outputs = self._float_outputs, []
+            return {path: linear.weight for path, linear in quant_linears(layer).items()}
+        used: dict[str, Tensor] = {}
+        with _weights_used(layer, used):
+            for batch, hidden in enumerate(self._progress(self.hidden)):
+                self.found.hidden[batch] = self._run(layer, batch, hidden)
+        return used
+
+    def _run(self, layer: nn.Module, batch: int, hidden: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.found.calls[self.index][batch].run(layer, hidden)
+
+    def _progress(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        total = len(self.hidden)
+        for done, batch in enumerate(list(batches), 1):
+            yield batch
+            self._report(done, total)
+
+
+@contextmanager
+def _weights_used(layer: nn.Module, used: dict[str, Tensor]) -> Iterator[None]:
+    """Notes the matrix that each weight gave to its linear's product."""
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, weight: Tensor) -> None:
+            used[path] = weight
+
+        return hook
+
+    handles = [
+        linear.weight_quantizer.register_forward_hook(note(path))
+        for path, linear in quant_linears(layer).items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class _Fed:
+    """What one module was fed in the batch at hand."""
+
+    x: Tensor
+    version: int
+    quantizer: str
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return id(self.x), self.version, self.quantizer
+
+
+class _Sharing(Generic[R]):
+    """Which modules share a reduction: those that have been fed the same tensor in every batch."""
+
+    def __init__(self, layer: nn.Module, paths: Sequence[str], make: Callable[[], R]) -> None:
+        self.layer = layer
+        self.paths = list(paths)
+        self.groups: list[tuple[list[str], R]] = [(self.paths, make())]
+        self.fed: dict[str, _Fed] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for path in self.paths:
+            module = self.layer.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(self._noted(path, module)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _noted(self, path: str, module: nn.Module) -> Callable[..., None]:
+        quantizer = None
+        if isinstance(module, QuantLinear) and module.input_quantizer is not None:
+            quantizer = module.input_quantizer
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            settings = ""
+            if quantizer is not None and not quantizer.bypassed:
+                stored = () if quantizer.scale is None else (quantizer.scale, quantizer.zero)
+                settings = f"{quantizer.grid} {[None if t is None else t.tolist() for t in stored]}"
+            self.fed[path] = _Fed(args[0], args[0]._version, settings)
+
+        return hook
+
+    def reduce(self, keep: Tensor | None, positions: torch.Size) -> None:
+        """Takes in one batch; groups whose members were fed different tensors split."""
+        split: list[tuple[list[str], R]] = []
+        for members, reduction in self.groups:
+            by_key: dict[object, list[str]] = {}
+            for path in members:
+                by_key.setdefault(self.fed[path].key if path in self.fed else None, []).append(path)
+            # Until now the members had the same history, so each part goes on from a copy of it.
+            copies = [copy.deepcopy(reduction) for _ in range(len(by_key) - 1)]
+            for part, own in zip(by_key.values(), [reduction, *copies], strict=True):
+                if part[0] in self.fed:
+                    own.update(self._rows(part[0], keep, positions))
+                split.append((part, own))
+        self.groups = split
+        self.fed.clear()
+
+    def _rows(self, path: str, keep: Tensor | None, positions: torch.Size) -> Tensor:
+        fed, module = self.fed[path], self.layer.get_submodule(path)
+        x = fed.x
+        if x._version != fed.version:
+            raise StructureError(
+                "the input was changed in place after the module had used it", where=path
+            )
+        if isinstance(module, QuantLinear) and module.input_quantizer is not None:
+            x = module.input_quantizer(x)
+        if keep is not None:
+            if x.shape[:2] != positions and x.shape[0] != positions.numel():
+                raise StructureError(
+                    f"padding cannot be told apart in an input of shape {tuple(x.shape)}",
+                    where=path,
+                    remedy="Calibrate with rows of equal length and no padding.",
+                )
+            x = x[keep] if x.shape[:2] == positions else x[keep.flatten()]
+        rows = x.reshape(-1, x.shape[-1])
+        if not bool(torch.isfinite(rows.sum())) and not bool(torch.isfinite(rows).all()):
+            raise NonFiniteError(
+                f"{int((~torch.isfinite(rows)).sum())} of {rows.numel()} inputs are NaN or infinite",
+                where=path,
+                remedy="The float model overflows here. Load it in bfloat16 or float32.",
+            )
+        return rows
+
+    def reductions(self) -> dict[str, R]:
+        return {path: reduction for members, reduction in self.groups for path in members}

@@ -1,0 +1,287 @@
+"""The walk: one decoder layer at a time, from the first to the last, then what lies outside them.
+
+    page in -> insert -> run the algorithm -> freeze -> advance -> write -> page out
+
+Peak memory is one layer with its statistics and the calibration set's hidden states, whatever the
+depth. A finished layer is a file; taking a run up again is skipping the layers whose files are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
+from ongrid.calibrate.capture import Capture, capture
+from ongrid.calibrate.data import ModelCall, run_all
+from ongrid.calibrate.replay import Replay
+from ongrid.errors import OngridError
+from ongrid.grid import QTensor
+from ongrid.nn import freeze, insert, place, quant_linears
+from ongrid.recipe import Plan
+from ongrid.store.artifact import REST, Artifact, layer_segment
+from ongrid.store.paging import AbstractSource
+from ongrid.store.shards import tensor_hash
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a walk is: the segment at hand of all, what is being done, and how far that is."""
+
+    segment: int
+    segments: int
+    phase: str
+    done: int
+    total: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def walk(
+    model: nn.Module,
+    plan: Plan,
+    algorithm: AbstractAlgorithm,
+    source: AbstractSource,
+    calls: Sequence[ModelCall],
+    artifact: Artifact | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Notes:
+    """Quantizes a model by a plan, in place, and writes each finished part to the artifact.
+
+    `calls` is empty where no quantizer needs data. Returns the notes of the linears quantized in
+    this run. An artifact that already holds finished layers is continued.
+    """
+    return _Walk(model, plan, algorithm, source, list(calls), artifact, on_progress).run()
+
+
+class _Walk:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        algorithm: AbstractAlgorithm,
+        source: AbstractSource,
+        calls: list[ModelCall],
+        artifact: Artifact | None,
+        on_progress: OnProgress,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.algorithm = algorithm
+        self.source = source
+        self.calls = calls
+        self.artifact = artifact
+        self.on_progress = on_progress
+        self.layers = plan.stack.size
+        self.index = 0
+        self.replay = Replay(Capture(), algorithm.propagate, self._report)
+
+    def _report(self, done: int, total: int, phase: str = "forward") -> None:
+        self.on_progress(Progress(self.index, self.layers + 1, phase, done, total))
+
+    @torch.no_grad()
+    def run(self) -> Notes:
+        notes: Notes = {}
+        start, kept = self._resume_point()
+        last = self._last_layer_with_need()
+        if last >= start:
+            with self.source.on_demand(self.plan.stack.path):
+                found = capture(self.model, self.plan.stack, run_all(self.calls))
+            self.replay = Replay(found, self.algorithm.propagate, self._report)
+            self.replay.enter(start, kept)
+        for self.index in range(start, self.layers):
+            notes |= self._layer(feeds_on=self.index < last)
+        self.index = self.layers
+        if self.artifact is None or self.artifact.record(REST) is None:
+            notes |= self._rest()
+        return notes
+
+    # ---- resuming ---------------------------------------------------------------------------------
+
+    def _resume_point(self) -> tuple[int, list[Tensor] | None]:
+        """The first layer to be done, and its inputs if they are needed and were kept."""
+        if self.artifact is None:
+            return 0, None
+        done = 0
+        while done < self.layers and self.artifact.record(layer_segment(done)) is not None:
+            done += 1
+        if self._last_layer_with_need() < done:
+            return done, None
+        # Inputs are kept before the layer in front of them counts as done, so they may be one ahead.
+        for index in range(done, 0, -1):
+            kept = self.artifact.inputs(index)
+            if kept is not None:
+                return index, [kept[str(i)] for i in range(len(kept))]
+        return 0, None
+
+    def _last_layer_with_need(self) -> int:
+        """The last layer whose inputs something needs: itself, or what lies outside; -1 for none."""
+        if not self.calls:
+            return -1
+        if self.algorithm.needs_inputs(self.plan.outside()):
+            return self.layers
+        needy = [
+            index
+            for index, path in enumerate(self.plan.stack.paths)
+            if self.algorithm.needs_inputs(self.plan.within(path)[0])
+        ]
+        return max(needy, default=-1)
+
+    # ---- one layer --------------------------------------------------------------------------------
+
+    def _layer(self, *, feeds_on: bool) -> Notes:
+        path = self.plan.stack.paths[self.index]
+        self.replay.enter(self.index)
+        self.source.page_in(path)
+        layer = self.model.get_submodule(path)
+        specs, sites = self.plan.within(path)
+        self._report(0, 1, "calibrate")
+        with _located(path):
+            insert(layer, specs, sites)
+            notes = self.algorithm.run(layer, self.replay)
+            if feeds_on:
+                self.replay.settle(layer)
+            frozen = freeze(layer)
+            used = self._advance(layer, feeds_on)
+        if self.artifact is not None:
+            if feeds_on:
+                hidden = {str(i): h.contiguous() for i, h in enumerate(self.replay.hidden)}
+                self.artifact.keep_inputs(self.index + 1, hidden)
+            self._write(layer_segment(self.index), path, layer, notes, used)
+            self.artifact.drop_inputs(self.index)
+            self.source.drop(path)
+        self._check(frozen, used)
+        self._report(1, 1, "done")
+        return {f"{path}.{name}": note for name, note in notes.items()}
+
+    def _advance(self, layer: nn.Module, feeds_on: bool) -> dict[str, Tensor]:
+        """The weights that the layer multiplied with on its way on, or would multiply with."""
+        if feeds_on:
+            return self.replay.advance(layer)
+        return {path: linear.weight for path, linear in quant_linears(layer).items()}
+
+    @staticmethod
+    def _check(frozen: Mapping[str, QTensor], used: Mapping[str, Tensor]) -> None:
+        """What a layer multiplied with is what was frozen; anything else is a fault of this library."""
+        for path, q in frozen.items():
+            assert torch.equal(used[path], q.dequantize(used[path].dtype)), path
+
+    def _write(
+        self,
+        segment: str,
+        path: str,
+        module: nn.Module,
+        notes: Notes,
+        used: Mapping[str, Tensor],
+    ) -> None:
+        assert self.artifact is not None
+        head = f"{path}." if path else ""
+        tensors = {
+            head + name: self.source.original(head + name, tensor)
+            for name, tensor in _stored_state(module).items()
+        }
+        record: dict[str, Any] = {
+            "notes": {head + name: note for name, note in sorted(notes.items())},
+            "used": {head + name: tensor_hash(w) for name, w in sorted(used.items())},
+        }
+        if segment == REST:
+            tensors |= dict(self.source.surplus())
+        self.artifact.write(segment, tensors, record)
+
+    # ---- what lies outside the layers ---------------------------------------------------------------
+
+    def _rest(self) -> Notes:
+        specs = self.plan.outside()
+        sites = {path: self.plan.sites[path] for path in self.plan.sites if not self.plan.stack.holds(path)}
+        with _hidden_layers(self.model, self.plan) as emit:
+            self.source.page_in("")
+            self._report(0, 1, "outside")
+            insert(self.model, specs, sites)
+            if self.replay.hidden and self.algorithm.needs_inputs(specs):
+                self.replay.found.calls = [
+                    [_TailCall(call, emit, self.replay.found.as_tuple) for call in self.calls]
+                ]
+                self.replay.enter(0)
+            notes = self.algorithm.run(self.model, self.replay) if specs else {}
+            frozen = freeze(self.model)
+            used = {path: linear.weight for path, linear in quant_linears(self.model).items()}
+            if self.artifact is not None:
+                self._write(REST, "", self.model, notes, used)
+                self.artifact.drop_inputs(self.layers)
+            self._check(frozen, used)
+        self._report(1, 1, "done")
+        return notes
+
+
+@dataclass
+class _TailCall:
+    """Calls the whole model with its layers replaced: the last one hands out a given hidden state."""
+
+    call: ModelCall
+    emit: list[Any]
+    as_tuple: bool
+
+    def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        self.emit[:] = [(hidden,) if self.as_tuple else hidden]
+        self.call.run(model)
+        return hidden
+
+
+class _Emitter(nn.Module):
+    """Stands for a decoder layer whose work is done, and hands out what the last layer had put out."""
+
+    def __init__(self, emit: list[Any], like: nn.Module) -> None:
+        super().__init__()
+        self._emit = emit
+        self._like = [like]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._emit[0]
+
+    def __getattr__(self, name: str) -> Any:
+        # A parent may read what it needs to know of a layer, such as its attention type.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_like"][0], name)
+
+
+@contextmanager
+def _hidden_layers(model: nn.Module, plan: Plan) -> Iterator[list[Any]]:
+    """Within the context the decoder layers are out of sight, and hand out what is put in the list."""
+    emit: list[Any] = []
+    layers = plan.stack.layers(model)
+    for path, layer in zip(plan.stack.paths, layers, strict=True):
+        place(model, path, _Emitter(emit, layer))
+    try:
+        yield emit
+    finally:
+        for path, layer in zip(plan.stack.paths, layers, strict=True):
+            place(model, path, layer)
+
+
+def _stored_state(module: nn.Module) -> dict[str, Tensor]:
+    """A module's state, with parameters that are one object under the first of their names only."""
+    first = {name for name, _ in module.named_parameters()}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if name in first or name not in parameters
+    }
+
+
+@contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Errors of a layer name the layer."""
+    try:
+        yield
+    except OngridError as error:
+        error.where = f"{path}.{error.where}" if error.where else path
+        raise

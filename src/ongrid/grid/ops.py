@@ -1,0 +1,211 @@
+"""The registered ops: encode, decode and storing, opaque to compilers, with straight-through gradients.
+
+A compiler must not look into a rounding. Inductor deletes an fp32 -> fp16 -> fp32 cast chain, may
+contract a product and a sum, and may keep more digits than a stored dtype has; each of these makes a
+compiled forward differ from the stored weights. Autocast may change the dtype of an operation.
+Inside a registered op neither happens: eager, compiled and under autocast run the same code.
+
+Gradients are those of LSQ and EfficientQAT (Esser et al., 2020, eq. 3; Chen et al., 2024), with
+u = w / s, D the gradient of the decoded weight, inside = the code was not clamped:
+
+    dw = D * inside        ds = sum D * (v(q) - v(z) - inside * u)      dz = -sum D * s * not inside
+    for a shift b:         ds = sum D * (v(q) - inside * u)             db =  sum D * not inside
+
+obtained by giving `encode` a gradient with respect to the level and letting `decode` send it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ongrid.grid.bits import unpack as bit_unpack
+from ongrid.grid.grid import (
+    Grid,
+    _block_counts,
+    _grouped,
+    _spread,
+    decode_values,
+    encode_values,
+)
+
+# ruff: noqa: ANN001 - autograd's setup_context and backward have fixed signatures.
+
+
+@torch.library.custom_op("ongrid::encode", mutates_args=())
+def encode(w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str) -> Tensor:
+    """Codes of w as float32 `[out in]`, from float32 scales `[R C]` and stored zeros."""
+    return encode_values(Grid.parse(grid), w, s, z, order)
+
+
+@torch.library.custom_op("ongrid::decode", mutates_args=())
+def decode(
+    q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str, dtype: torch.dtype
+) -> Tensor:
+    """The weight `[out in]` in `dtype` that codes stand for, rounded once from float32."""
+    out = decode_values(Grid.parse(grid), q, s, z, order, dtype)
+    return out.clone() if out.data_ptr() == q.data_ptr() else out
+
+
+@torch.library.custom_op("ongrid::store_scale", mutates_args=())
+def store_scale(s: Tensor, grid: str) -> Tensor:
+    """Scales `[R C]` rounded to their stored dtype, as float32; the gradient passes straight through.
+
+    Scales that left the positive numbers during training are stored as the smallest positive one,
+    and keep their gradient, so that they can come back.
+    """
+    parsed = Grid.parse(grid)
+    if not isinstance(parsed.scale, torch.dtype):
+        raise ValueError(f"{grid} stores no scale in a dtype")
+    info = torch.finfo(parsed.scale)
+    smallest = info.smallest_normal * info.eps
+    return s.float().clamp(smallest, info.max).to(parsed.scale).float()
+
+
+@torch.library.custom_op("ongrid::store_zero", mutates_args=())
+def store_zero(z: Tensor, grid: str) -> Tensor:
+    """Zeros `[R C]` in their stored form, as float32; the gradient passes straight through."""
+    stored = Grid.parse(grid).store_zero(z.float())
+    assert stored is not None
+    return stored.float()
+
+
+@torch.library.custom_op("ongrid::snap", mutates_args=())
+def snap(x: Tensor, grid: str) -> Tensor:
+    """x `[out in]` rounded to a grid fitted to x itself; the gradient passes straight through.
+
+    The fitted range covers x, so no number is clamped and the straight-through gradient is 1.
+    """
+    return Grid.parse(grid).snap(x)
+
+
+@torch.library.custom_op("ongrid::unpack", mutates_args=())
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """Codes uint8 `[out n]` from their packed bytes `[out bytes]`."""
+    return bit_unpack(packed, bits, n)
+
+
+@snap.register_fake
+def _(x, grid):
+    return torch.empty_like(x)
+
+
+@unpack.register_fake
+def _(packed, bits, n):
+    return packed.new_empty((*packed.shape[:-1], n))
+
+
+@encode.register_fake
+def _(w, s, z, order, grid):
+    return torch.empty_like(w, dtype=torch.float32)
+
+
+@decode.register_fake
+def _(q, s, z, order, grid, dtype):
+    return torch.empty_like(q, dtype=dtype)
+
+
+@store_scale.register_fake
+@store_zero.register_fake
+def _(x, grid):
+    return torch.empty_like(x, dtype=torch.float32)
+
+
+# The gradients are ops as well: a compiler would trace them otherwise, and sum in another order.
+# An op returns tensors, never None: a gradient that nobody needs is empty.
+
+
+@torch.library.custom_op("ongrid::encode_backward", mutates_args=())
+def encode_backward(
+    dv: Tensor, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of w, s and z from those of the levels."""
+    g = Grid.parse(grid)
+    counts = _block_counts(s, order)
+    wide, d = _spread(s, order), _grouped(dv.float(), *counts)
+    shift = _spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
+    u = (_grouped(w, *counts).float() - shift) / wide
+    # Judged on the rounded level: the outermost levels themselves count as inside.
+    level = u if g.zero is None else u.round()
+    if z is not None and g.zero == "code":
+        level = level + g.levels.value(_spread(z, order))
+    d = d * ((level >= g.levels.lo) & (level <= g.levels.hi))
+    dz = d.new_empty(0)
+    if z is not None:
+        dz = _reduced(d if g.zero == "code" else -d / wide, s, order).to(z.dtype)
+    return (d / wide).reshape(w.shape).to(w.dtype), _reduced(-d * u / wide, s, order), dz
+
+
+@torch.library.custom_op("ongrid::decode_backward", mutates_args=())
+def decode_backward(
+    dw: Tensor, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the levels, s and z from those of the decoded weight."""
+    g = Grid.parse(grid)
+    counts = _block_counts(s, order)
+    d, wide = _grouped(dw.float(), *counts), _spread(s, order)
+    v = g.levels.value(_grouped(q, *counts))
+    dz = d.new_empty(0)
+    if z is not None:
+        if g.zero == "code":
+            v = v - g.levels.value(_spread(z, order))
+        dz = _reduced(-d * wide if g.zero == "code" else d, s, order).to(z.dtype)
+    return (d * wide).reshape(q.shape), _reduced(d * v, s, order), dz
+
+
+@encode_backward.register_fake
+def _(dv, w, s, z, order, grid):
+    return torch.empty_like(w), torch.empty_like(s), _fake_zero(s, z)
+
+
+@decode_backward.register_fake
+def _(dw, q, s, z, order, grid):
+    return torch.empty_like(dw, dtype=torch.float32), torch.empty_like(s), _fake_zero(s, z)
+
+
+def _fake_zero(s: Tensor, z: Tensor | None) -> Tensor:
+    return s.new_empty(0) if z is None else torch.empty_like(z)
+
+
+def _keep_encode(ctx, inputs, output) -> None:
+    *tensors, ctx.grid = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _keep_decode(ctx, inputs, output) -> None:
+    *tensors, ctx.grid, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _encode_backward(ctx, dv):
+    return (*_needed(ctx, encode_backward(dv, *ctx.saved_tensors, ctx.grid)), None, None)
+
+
+def _decode_backward(ctx, dw):
+    return (*_needed(ctx, decode_backward(dw, *ctx.saved_tensors, ctx.grid)), None, None, None)
+
+
+def _needed(ctx, gradients):
+    return (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
+
+
+def _reduced(d: Tensor, s: Tensor, order: Tensor | None) -> Tensor:
+    """Sums a grouped gradient over each block: `[R C]`, the shape of s."""
+    blocks = d.sum((1, 3))
+    if order is None:
+        return blocks.reshape(s.shape)
+    return torch.zeros_like(s).index_add_(1, order.long(), blocks)
+
+
+def _keep_nothing(ctx, inputs, output) -> None: ...
+
+
+def _straight_through(ctx, d):
+    return d, None
+
+
+encode.register_autograd(_encode_backward, setup_context=_keep_encode)
+decode.register_autograd(_decode_backward, setup_context=_keep_decode)
+snap.register_autograd(_straight_through, setup_context=_keep_nothing)
+store_scale.register_autograd(_straight_through, setup_context=_keep_nothing)
+store_zero.register_autograd(_straight_through, setup_context=_keep_nothing)

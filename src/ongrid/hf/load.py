@@ -1,0 +1,165 @@
+"""Hugging Face models: a hollow model with a source of weights, or a live one; and what travels along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ongrid.errors import StoreError
+from ongrid.store.artifact import CONFIG_FILE
+from ongrid.store.paging import ShardSource
+from ongrid.store.shards import ShardFolder
+
+TRANSPOSED = (Conv1D,)
+"""Linear layers of transformers that keep their weight as [in, out]."""
+
+
+@dataclass(frozen=True)
+class Hollow:
+    """A model without weights, the source of its weights, and the folder that both came from."""
+
+    model: nn.Module
+    source: ShardSource
+    folder: Path
+
+
+def load_hollow(name: str | Path) -> Hollow:
+    """A causal language model from a folder or a hub id, with parameters on the meta device.
+
+    Buffers are real, since rotary tables are in no file. No weight is read. Raises `StoreError` for
+    a folder without a readable config or weights, for a model that is quantized already, for an
+    encoder-decoder, and for parameters that the files do not name.
+    """
+    folder = local_folder(name)
+    config = _config(folder)
+    shards = ShardFolder(folder)
+    dtype = config.dtype or _common_dtype(shards)
+    with _random_states_kept(), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # Outside the context, which makes a new parameter of everything it sees.
+    model.eval()
+    return Hollow(model, ShardSource(model, shards, _file_names(model, shards)), folder)
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder of a model: itself, or the snapshot of a hub id."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(name).startswith(".") or str(name).count("/") != 1:
+        raise StoreError(
+            "no such model folder",
+            where=str(name),
+            remedy="Give a folder with config.json and safetensors files, or a hub id owner/name.",
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise StoreError(
+            f"neither a folder here nor a model on the hub: {error}",
+            where=str(name),
+            remedy="Check the name, or download the model and give its folder.",
+        ) from None
+
+
+def source_config(folder: Path) -> dict[str, Any]:
+    """The config of a model folder as it is written there, not as a class would write it again."""
+    try:
+        return json.loads((folder / CONFIG_FILE).read_bytes())
+    except FileNotFoundError:
+        raise StoreError(
+            "no config.json", where=str(folder), remedy="Give a Hugging Face model folder."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise StoreError(f"config.json is not JSON: {error}", where=str(folder)) from None
+
+
+def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in one layer, roughly: a few hidden states and the widest product."""
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    return (8 * hidden + 3 * inner) * dtype.itemsize
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    plain = source_config(folder)
+    if "quantization_config" in plain:
+        method = plain["quantization_config"].get("quant_method", "an unknown method")
+        raise StoreError(
+            f"the model is quantized already ({method})",
+            where=str(folder),
+            remedy="Give the float model that it was made from.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise StoreError(f"transformers does not know this model: {error}", where=str(folder)) from None
+    if config.is_encoder_decoder:
+        raise StoreError(
+            f"{config.model_type} is an encoder-decoder",
+            where=str(folder),
+            remedy="Only decoder-only models are walked so far.",
+        )
+    return config
+
+
+def _common_dtype(shards: ShardFolder) -> torch.dtype:
+    """The floating dtype that most numbers of the files have."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in shards.infos.values():
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+def _file_names(model: Any, shards: ShardFolder) -> dict[str, str]:
+    """The file's name of every parameter and persistent buffer, base-model prefixes resolved."""
+    prefix = f"{model.base_model_prefix}."
+    names: dict[str, str] = {}
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for name in model.state_dict():
+        spellings = (name, name.removeprefix(prefix), prefix + name)
+        found = next((s for s in spellings if s in shards.infos), None)
+        if found is not None:
+            names[name] = found
+    missing = []
+    for spelled in aliases.values():
+        known = [name for name in spelled if name in names]
+        if known:
+            # A tied parameter is in the files under one of its names, or under several.
+            names |= {name: names[known[0]] for name in spelled if name not in names}
+        else:
+            missing.append(spelled[0])
+    if missing:
+        raise StoreError(
+            f"{len(missing)} parameters are not in the files under their names: "
+            + ", ".join(missing[:5]),
+            where=str(shards.folder),
+            remedy="The architecture converts its weights when loading. Load it with "
+            "AutoModelForCausalLM.from_pretrained and give the live model.",
+        )
+    return names
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Building a model draws random numbers; nobody's generator may notice."""
+    with torch.random.fork_rng(devices=[]):
+        yield

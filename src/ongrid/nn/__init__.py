@@ -1,0 +1,44 @@
+"""Modules that hold grids. Knows no files and no model library."""
+
+from ongrid.nn.activation import ActivationQuantizer
+from ongrid.nn.linear import (
+    INPUT,
+    OUTPUT,
+    WEIGHT,
+    LinearSite,
+    QuantizerSpec,
+    QuantLinear,
+    bypassed,
+    find_linears,
+    freeze,
+    group_by_linear,
+    insert,
+    insert_empty,
+    place,
+    quant_linears,
+)
+from ongrid.nn.stack import Stack, find_stack
+from ongrid.nn.weight import AbstractWeight, CodedWeight, LatentWeight
+
+__all__ = [
+    "INPUT",
+    "OUTPUT",
+    "WEIGHT",
+    "AbstractWeight",
+    "ActivationQuantizer",
+    "CodedWeight",
+    "LatentWeight",
+    "LinearSite",
+    "QuantLinear",
+    "QuantizerSpec",
+    "Stack",
+    "bypassed",
+    "find_linears",
+    "find_stack",
+    "freeze",
+    "group_by_linear",
+    "insert",
+    "insert_empty",
+    "place",
+    "quant_linears",
+]

@@ -1,0 +1,195 @@
+"""QuantLinear, and the surgery that puts it in and freezes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ongrid.errors import StructureError
+from ongrid.grid import Grid, QTensor
+from ongrid.nn.activation import ActivationQuantizer
+from ongrid.nn.weight import AbstractWeight, CodedWeight, LatentWeight
+
+WEIGHT, INPUT, OUTPUT = "weight_quantizer", "input_quantizer", "output_quantizer"
+
+
+@dataclass(frozen=True)
+class QuantizerSpec:
+    """What one quantizer does: its grid, and whether an activation's range follows every call."""
+
+    grid: Grid
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A linear layer found in a model: its sizes, and whether its weight is stored `[in out]`."""
+
+    out_features: int
+    in_features: int
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+
+class QuantLinear(nn.Module):
+    """y = output_quantizer(input_quantizer(x) W^T + bias), W given by `weight_quantizer`."""
+
+    def __init__(
+        self,
+        weight_quantizer: AbstractWeight,
+        bias: nn.Parameter | None = None,
+        input_quantizer: ActivationQuantizer | None = None,
+        output_quantizer: ActivationQuantizer | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_quantizer.shape
+        self.weight_quantizer = weight_quantizer
+        self.input_quantizer = input_quantizer
+        self.output_quantizer = output_quantizer
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """The matrix that the layer multiplies with; read-only."""
+        return self.weight_quantizer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_quantizer is not None:
+            x = self.input_quantizer(x)
+        y = nn.functional.linear(x, self.weight_quantizer(), self.bias)
+        return y if self.output_quantizer is None else self.output_quantizer(y)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def find_linears(
+    root: nn.Module, transposed: Collection[type[nn.Module]] = ()
+) -> dict[str, LinearSite]:
+    """Every linear layer below `root`, by path; `transposed` classes keep their weight `[in out]`."""
+    found = {}
+    for path, module in root.named_modules():
+        if isinstance(module, QuantLinear):
+            found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
+        elif isinstance(module, nn.Linear):
+            found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
+        elif isinstance(module, tuple(transposed)) and isinstance(module.weight, Tensor):
+            rows, cols = module.weight.shape
+            found[path] = LinearSite(cols, rows, transposed=True)
+    return found
+
+
+def quant_linears(root: nn.Module) -> dict[str, QuantLinear]:
+    """Every `QuantLinear` below `root`, by path."""
+    return {p: m for p, m in root.named_modules() if isinstance(m, QuantLinear)}
+
+
+def insert(
+    root: nn.Module, specs: Mapping[str, QuantizerSpec], sites: Mapping[str, LinearSite]
+) -> None:
+    """Replaces the linears that `specs` name (by quantizer path) with `QuantLinear`, in place.
+
+    Weights become `LatentWeight`s that start as plain rounding. The weight itself is not copied,
+    except to turn a transposed one. A linear that already is a `QuantLinear` is refused: its codes
+    would be quantized a second time.
+    """
+    for path, of_linear in group_by_linear(specs).items():
+        linear = root.get_submodule(path)
+        if isinstance(linear, QuantLinear):
+            raise StructureError(
+                "this linear is quantized already",
+                where=path,
+                remedy="Start from the float model, or continue from the artifact.",
+            )
+        weight, bias = linear.weight, linear.bias
+        assert isinstance(weight, nn.Parameter)
+        assert bias is None or isinstance(bias, nn.Parameter)
+        w = weight
+        if sites[path].transposed:
+            w = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
+        place(root, path, _quant_linear(LatentWeight(of_linear[WEIGHT].grid, w), bias, of_linear))
+
+
+def insert_empty(
+    root: nn.Module,
+    specs: Mapping[str, QuantizerSpec],
+    sites: Mapping[str, LinearSite],
+    dtype: torch.dtype,
+) -> None:
+    """As `insert`, with all-zero `CodedWeight`s of the right shapes, ready to load an artifact into."""
+    for path, of_linear in group_by_linear(specs).items():
+        bias = root.get_submodule(path).bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, dtype)
+        linear = _quant_linear(weight, bias, of_linear)
+        for quantizer in (linear.input_quantizer, linear.output_quantizer):
+            if quantizer is not None:
+                quantizer.allocate()
+        place(root, path, linear)
+
+
+def _quant_linear(
+    weight: AbstractWeight, bias: nn.Parameter | None, specs: Mapping[str, QuantizerSpec]
+) -> QuantLinear:
+    activations = {
+        kind: ActivationQuantizer(specs[kind].grid, dynamic=specs[kind].dynamic)
+        for kind in (INPUT, OUTPUT)
+        if kind in specs
+    }
+    return QuantLinear(weight, bias, activations.get(INPUT), activations.get(OUTPUT))
+
+
+def group_by_linear(
+    specs: Mapping[str, QuantizerSpec],
+) -> dict[str, dict[str, QuantizerSpec]]:
+    """Specs by the linear's path, then by the kind of quantizer."""
+    grouped: dict[str, dict[str, QuantizerSpec]] = {}
+    for path, spec in specs.items():
+        linear, _, kind = path.rpartition(".")
+        grouped.setdefault(linear, {})[kind] = spec
+    return grouped
+
+
+def freeze(root: nn.Module) -> dict[str, QTensor]:
+    """Fixes the codes of every weight below `root`; returns them by the linear's path.
+
+    Afterwards `root.state_dict()` holds exactly the tensors that an artifact stores.
+    """
+    frozen = {}
+    for path, linear in quant_linears(root).items():
+        weight = linear.weight_quantizer
+        frozen[path] = weight.freeze()
+        linear.weight_quantizer = CodedWeight(frozen[path], weight.dtype)
+    return frozen
+
+
+@contextmanager
+def bypassed(root: nn.Module, *, activations: bool) -> Iterator[None]:
+    """Within the context `root` computes with its float weights, and activations if asked."""
+    quantizers = [
+        module
+        for module in root.modules()
+        if isinstance(module, AbstractWeight)
+        or (activations and isinstance(module, ActivationQuantizer))
+    ]
+    for quantizer in quantizers:
+        quantizer.bypassed = True
+    try:
+        yield
+    finally:
+        for quantizer in quantizers:
+            quantizer.bypassed = False
+
+
+def place(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path below `root`."""
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)

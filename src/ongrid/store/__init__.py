@@ -1,0 +1,1 @@
+"""Disk: safetensors and JSON, written whole or not at all, checked when read."""

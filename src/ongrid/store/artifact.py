@@ -1,0 +1,370 @@
+"""Artifact: a directory that is the checkpoint of a run, the model it produced, and the export's input.
+
+    ongrid.json                     the manifest: what was asked for, of what, and whether it is complete
+    model-<segment>.safetensors     one file a segment: layer-00000, layer-00001, ..., rest
+    .resume/                        inputs of the layer that comes next; gone when the run is complete
+    model.safetensors.index.json, config.json and the side files of the source: written at the end
+
+A segment is done when its file has been renamed into place and its content hash holds; nothing lists
+what is done. `config.json` is written last of all, so no loader takes half an artifact for a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ongrid._config import build
+from ongrid.errors import ConfigError, OngridError, ResumeError, StoreError, raise_all
+from ongrid.grid import Grid, QTensor
+from ongrid.store.shards import (
+    INDEX_FILE,
+    ShardFile,
+    ShardFolder,
+    content_hash,
+    remove_partials,
+    write_bytes,
+    write_json,
+    write_shard,
+)
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "ongrid.json"
+CONFIG_FILE = "config.json"
+RESUME_FOLDER = ".resume"
+REST = "rest"
+
+
+def layer_segment(index: int) -> str:
+    """The name of a decoder layer's segment."""
+    return f"layer-{index:05d}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact was made from and how.
+
+    `fingerprint`: everything that decides its bits, field by field. `matrices`: by linear path, its
+    `grid`, `shape` [out, in], compute `dtype`, and whether the source stored it `transposed`.
+    `activations`: by quantizer path, its `grid` and whether it is `dynamic`. `kept`: what stayed
+    float, and why. `accepted`: fingerprint fields that a resumed run was allowed to differ in.
+    """
+
+    fingerprint: dict[str, Any]
+    recipe: dict[str, Any]
+    algorithm: dict[str, Any]
+    segments: list[str]
+    matrices: dict[str, Any]
+    activations: dict[str, Any]
+    kept: dict[str, str]
+    accepted: list[str] = field(default_factory=list)
+    format_version: int = FORMAT_VERSION
+
+
+class Artifact:
+    """An artifact on disk, being written or complete. Make one with `begin` or `open`."""
+
+    def __init__(self, folder: Path, manifest: Manifest, *, complete: bool) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.complete = complete
+
+    # ---- beginning, resuming, opening -------------------------------------------------------------
+
+    @staticmethod
+    def begin(
+        folder: Path, manifest: Manifest, *, overwrite: bool = False, accept: Collection[str] = ()
+    ) -> Artifact:
+        """A new artifact, or the one that an equal run has begun or completed there.
+
+        Raises `StoreError` where the folder cannot be written or holds other things, `ResumeError`
+        naming every field in which the run that began it differs; `accept` names fields that may.
+        `overwrite` empties the folder first.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if overwrite:
+                _empty(folder)
+            remove_partials(folder)
+            return _continued(folder, manifest, accept) or _started(folder, manifest)
+        except OSError as error:
+            raise StoreError(
+                f"cannot be written: {error.strerror or error}",
+                where=str(folder),
+                remedy="Choose another output folder.",
+            ) from None
+
+    @staticmethod
+    def open(folder: Path) -> Artifact:
+        """A complete artifact; `StoreError` for anything else."""
+        manifest, complete = _read_manifest(folder)
+        if not complete or not (folder / CONFIG_FILE).is_file():
+            raise StoreError(
+                "this artifact is not complete",
+                where=str(folder),
+                remedy="Run the same command again: it goes on where it stopped.",
+            )
+        return Artifact(folder, manifest, complete=True)
+
+    # ---- writing ----------------------------------------------------------------------------------
+
+    def write(
+        self, segment: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]
+    ) -> None:
+        """Puts a segment into place, whole or not at all; `record` is JSON kept in its header."""
+        header = {"hash": content_hash(tensors), "segment": segment, **record}
+        metadata = {"format": "pt", "ongrid": json.dumps(header, sort_keys=True, allow_nan=False)}
+        write_shard(self._file(segment), tensors, metadata)
+
+    def record(self, segment: str) -> dict[str, Any] | None:
+        """What was recorded with a segment, or None unless it lies there undamaged."""
+        return _verified(self._file(segment))
+
+    def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps the inputs of a layer for a later run, and drops those of the layers before."""
+        (self.folder / RESUME_FOLDER).mkdir(exist_ok=True)
+        header = {"hash": content_hash(tensors), "index": index}
+        write_shard(self._inputs_file(index), tensors, {"ongrid": json.dumps(header)})
+
+    def drop_inputs(self, index: int) -> None:
+        """Forgets the inputs of a layer that is done."""
+        self._inputs_file(index).unlink(missing_ok=True)
+
+    def inputs(self, index: int) -> dict[str, Tensor] | None:
+        """The kept inputs of a layer, or None unless they lie there undamaged."""
+        if _verified(self._inputs_file(index)) is None:
+            return None
+        file = ShardFile(self._inputs_file(index))
+        return {name: file.read(name) for name in file.infos}
+
+    def finish(self, config: Mapping[str, Any], side_files: Sequence[Path]) -> None:
+        """Completes the artifact: side files byte for byte, index, manifest, and last the config."""
+        for path in side_files:
+            write_bytes(self.folder / path.name, path.read_bytes())
+        weight_map, size, hashes = {}, 0, {}
+        for segment in self.manifest.segments:
+            file = ShardFile(self._file(segment))
+            hashes[file.path.name] = json.loads(file.metadata["ongrid"])["hash"]
+            for name, info in file.infos.items():
+                weight_map[name] = file.path.name
+                size += info.nbytes
+        write_json(
+            self.folder / INDEX_FILE,
+            {"metadata": {"total_size": size}, "weight_map": weight_map},
+        )
+        shutil.rmtree(self.folder / RESUME_FOLDER, ignore_errors=True)
+        write_json(
+            self.folder / MANIFEST_FILE,
+            {**asdict(self.manifest), "complete": True, "content": hashes},
+        )
+        write_json(self.folder / CONFIG_FILE, config)
+        self.complete = True
+
+    # ---- reading ----------------------------------------------------------------------------------
+
+    def tensors(self) -> ShardFolder:
+        """All tensors of a complete artifact, as they are stored."""
+        return ShardFolder(self.folder)
+
+    def stream(self) -> Iterator[tuple[str, QTensor]]:
+        """The quantized matrices one by one, by the path of their linear."""
+        stored = self.tensors()
+        for path in self.manifest.matrices:
+            yield path, self.matrix(path, stored)
+
+    def matrix(self, path: str, stored: ShardFolder | None = None) -> QTensor:
+        """One quantized matrix."""
+        stored = stored or self.tensors()
+        entry = self.manifest.matrices[path]
+        head = f"{path}.weight_quantizer."
+        found = {
+            name.removeprefix(head): stored.read(name)
+            for name in stored.infos
+            if name.startswith(head)
+        }
+        rows, cols = entry["shape"]
+        try:
+            return QTensor.from_tensors(Grid.parse(entry["grid"]), (rows, cols), found)
+        except OngridError as error:
+            raise error.at(f"{self.folder}, {path}") from None
+
+    def damage(self) -> list[StoreError]:
+        """What does not hold of a complete artifact: every segment against its recorded hash."""
+        listed = json.loads((self.folder / MANIFEST_FILE).read_bytes()).get("content", {})
+        problems = []
+        for segment in self.manifest.segments:
+            file = self._file(segment)
+            record = self.record(segment)
+            if record is None or record["hash"] != listed.get(file.name):
+                problems.append(
+                    StoreError(
+                        "the content does not match its recorded hash",
+                        where=str(file),
+                        remedy="Write the artifact again, or fetch the file again.",
+                    )
+                )
+        return problems
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """What was recorded with each segment."""
+        found = {}
+        for segment in self.manifest.segments:
+            file = ShardFile(self._file(segment))
+            found[segment] = json.loads(file.metadata["ongrid"])
+        return found
+
+    def _file(self, segment: str) -> Path:
+        return self.folder / f"model-{segment}.safetensors"
+
+    def _inputs_file(self, index: int) -> Path:
+        return self.folder / RESUME_FOLDER / f"inputs-{index:05d}.safetensors"
+
+
+def is_artifact(folder: Path) -> bool:
+    """Whether a folder holds an artifact, complete or not."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The files of a model folder that travel along: all but weights, the index and the config."""
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix not in weights
+        and not path.name.endswith(".index.json")
+        and path.name not in (CONFIG_FILE, MANIFEST_FILE)
+    ]
+
+
+def refuse_folder(folder: Path, *, overwrite: bool) -> list[StoreError]:
+    """Why an artifact cannot be begun in a folder, as far as can be told without writing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            StoreError(
+                f"cannot be written: {existing} is not a writable folder",
+                where=str(folder),
+                remedy="Choose another output folder.",
+            )
+        ]
+    if existing != folder or is_artifact(folder) or overwrite:
+        return []
+    return _strangers(folder)
+
+
+def _strangers(folder: Path) -> list[StoreError]:
+    names = sorted(path.name for path in folder.iterdir())
+    if not names:
+        return []
+    return [
+        StoreError(
+            f"the output folder is not empty: {', '.join(names[:5])}",
+            where=str(folder),
+            remedy="Choose another one, or pass overwrite=True (--overwrite) to empty it.",
+        )
+    ]
+
+
+def _started(folder: Path, manifest: Manifest) -> Artifact:
+    raise_all(_strangers(folder))
+    write_json(folder / MANIFEST_FILE, {**asdict(manifest), "complete": False})
+    return Artifact(folder, manifest, complete=False)
+
+
+def _continued(folder: Path, manifest: Manifest, accept: Collection[str]) -> Artifact | None:
+    if not is_artifact(folder):
+        return None
+    begun, complete = _read_manifest(folder)
+    complete = complete and (folder / CONFIG_FILE).is_file()
+    problems: list[OngridError] = []
+    accepted = set(begun.accepted)
+    for name in sorted(begun.fingerprint.keys() | manifest.fingerprint.keys()):
+        before, now = begun.fingerprint.get(name), manifest.fingerprint.get(name)
+        if before == now:
+            continue
+        if name in accept:
+            accepted.add(name)
+            continue
+        problems.append(
+            ResumeError(
+                f"was begun with {name} {_show(before)}, now {_show(now)}",
+                where=str(folder),
+                remedy=f"Use what it was begun with, a new output folder, or accept={name!r}.",
+            )
+        )
+    raise_all(problems)
+    if accepted != set(begun.accepted) and not complete:
+        begun.accepted[:] = sorted(accepted)
+        write_json(folder / MANIFEST_FILE, {**asdict(begun), "complete": False})
+    return Artifact(folder, begun, complete=complete)
+
+
+def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
+    path = folder / MANIFEST_FILE
+    try:
+        plain = json.loads(path.read_bytes())
+        complete = plain.pop("complete")
+        plain.pop("content", None)
+        version = plain.get("format_version")
+        if version != FORMAT_VERSION:
+            raise StoreError(
+                f"format version {version}, this release reads {FORMAT_VERSION}",
+                where=str(path),
+                remedy="Read it with the release that wrote it.",
+            )
+        return build(Manifest, plain), bool(complete)
+    except FileNotFoundError:
+        raise StoreError(
+            "no artifact here (no ongrid.json)",
+            where=str(folder),
+            remedy="Give a folder that `ongrid quantize` wrote.",
+        ) from None
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, ConfigError) as error:
+        raise StoreError(f"the manifest is damaged: {error}", where=str(path)) from None
+
+
+def _verified(path: Path) -> dict[str, Any] | None:
+    """The record in a shard's header if the shard's content has the hash that it names."""
+    try:
+        file = ShardFile(path)
+        record = json.loads(file.metadata["ongrid"])
+        held = content_hash({name: file.read(name) for name in file.infos})
+    except (StoreError, KeyError, json.JSONDecodeError):
+        return None
+    return record if record.get("hash") == held else None
+
+
+def _empty(folder: Path) -> None:
+    """Removes a model's files, and refuses a folder that holds more than one model would."""
+    folders = [p.name for p in folder.iterdir() if p.is_dir() and p.name != RESUME_FOLDER]
+    if folders:
+        raise StoreError(
+            f"holds folders, which overwriting would not touch: {', '.join(sorted(folders)[:5])}",
+            where=str(folder),
+            remedy="Choose another output folder, or clear this one by hand.",
+        )
+    shutil.rmtree(folder / RESUME_FOLDER, ignore_errors=True)
+    # The config goes first, so that a kill in between leaves nothing that a loader would take.
+    for path in sorted(folder.iterdir(), key=lambda p: p.name != CONFIG_FILE):
+        os.unlink(path)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
