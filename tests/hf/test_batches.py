@@ -113,6 +113,7 @@ def test_whole_rows_have_the_one_bos_that_tokenizer_or_template_give(template, b
     assert rows(made([{"messages": messages}], by=by)) == [chat]
     assert rows(made([text(4, 5)], by=by)) == [[BOS] * bos + ids(4, 5)]
     assert rows(made(["<s> " + text(4, 5)], by=by)) == [[BOS, *ids(4, 5)]]
+    assert rows(made([text(*range(20))], by=by)) == [([BOS] * bos + ids(*range(8)))[:8]]
 
 
 def test_given_ids_are_used_as_they_are():
@@ -124,10 +125,6 @@ def test_given_ids_are_used_as_they_are():
     found = made(given, seqlen=3)
     found.batches[0]["input_ids"].zero_()
     assert given.tolist() == torch.arange(12).view(3, 4).tolist()
-
-
-def test_rows_are_cut_at_seqlen_after_the_bos():
-    assert rows(made([text(*range(20))])) == [[BOS, *ids(*range(7))]]
 
 
 def test_jsonl_and_saved_datasets_read_like_lists(tmp_path):
@@ -179,20 +176,12 @@ def test_datasets_are_found_in_folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_either_side_is_cut_off_and_eos_inside_a_row_stays(side):
-    short, long = (
-        ids(1, 2, 3, 4, 5, 6, 7),
-        [*ids(1, 2), EOS, *ids(4, 5, 6, 7, 8), EOS, *ids(1, 2), EOS],
-    )
-    pad, zeros = [EOS] * 5, [0] * 5
-    left = side == "left"
-    encoded = BatchEncoding(
-        {
-            "input_ids": torch.tensor([pad + short if left else short + pad, long]),
-            "attention_mask": torch.tensor(
-                [zeros + [1] * 7 if left else [1] * 7 + zeros, [1] * 12]
-            ),
-        }
-    )
+    short, long = ids(1, 2, 3, 4, 5, 6, 7), [5, 6, EOS, 7, 8, 9, 10, 11, EOS, 4, 5, EOS]
+    ids_and_mask = [(long, [1] * 12), ([EOS] * 5 + short, [0] * 5 + [1] * 7)]
+    if side == "right":
+        ids_and_mask[1] = (short + [EOS] * 5, [1] * 7 + [0] * 5)
+    given, masks = (torch.tensor(part) for part in zip(*ids_and_mask, strict=True))
+    encoded = BatchEncoding({"input_ids": given, "attention_mask": masks})
     (batch,) = made(encoded, seqlen=12)
     assert batch["input_ids"].tolist() == [long, short + [0] * 5]
     assert batch["attention_mask"].tolist() == [[1] * 12, [1] * 7 + [0] * 5]
@@ -228,14 +217,9 @@ def test_batches_keep_to_the_budget_and_pad_only_where_lengths_differ():
         assert all(tensor.dtype == torch.int64 for tensor in batch.values())
         at += n
     assert (at, len(found)) == (60, len(found.batches))
-    assert [len(b["input_ids"]) for b in made([[1] * 8] * 3, hidden_bytes=10, batch_bytes=1)] == [
-        1
-    ] * 3
-    assert [len(b["input_ids"]) for b in made([[1] * 8] * 5, hidden_bytes=10, batch_bytes=160)] == [
-        2,
-        2,
-        1,
-    ]
+    for budget, sizes in {1: [1] * 5, 159: [1] * 5, 160: [2, 2, 1], 1000: [5]}.items():
+        found = made([[1] * 8] * 5, hidden_bytes=10, batch_bytes=budget)
+        assert [len(batch["input_ids"]) for batch in found] == sizes
 
 
 def test_reading_stops_at_the_rows_asked_for():
@@ -244,17 +228,15 @@ def test_reading_stops_at_the_rows_asked_for():
             yield text(1)
             yield " "
 
-    found = made(endless(), rows=3)
-    assert (found.rows, found.blank) == (3, 2)
+    assert made(endless(), rows=3).blank == 2
 
 
 def test_too_few_rows_is_an_error_with_real_counts():
     data = [text(1, 2), "", text(3), " ", "\n", text(4)]
     with pytest.raises(CalibrationError) as caught:
         made(data, rows=128)
-    assert "128 rows were asked for, 3 are usable (7 tokens, 3 blank rows dropped)" in str(
-        caught.value
-    )
+    counts = "128 rows were asked for, 3 are usable (7 tokens, 3 blank rows dropped)"
+    assert counts in str(caught.value)
     with pytest.raises(CalibrationError, match="0 are usable"):
         made([])
 
@@ -287,14 +269,11 @@ def test_a_bad_row_is_refused_by_number(row, message):
         made([[1, 2], row])
 
 
-def test_a_template_that_raises_is_named_with_its_line(tmp_path):
+def test_files_that_cannot_be_read_are_named_with_their_lines(tmp_path):
     by = tokenizer(template="{{ raise_exception('roles must alternate') }}")
     path = jsonl(tmp_path / "chat.jsonl", {"messages": [{"role": "user", "content": "w1"}]})
     with pytest.raises(CalibrationError, match=r"chat\.jsonl:1.*roles must alternate"):
         made(path, by=by)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
     broken = jsonl(tmp_path / "broken.jsonl", {"text": "w1"}, '{"text": ')
     with pytest.raises(CalibrationError, match=r"broken\.jsonl:2"):
         made(broken)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from torch import nn
 
 from ongrid._config import Table, build
+from ongrid.calibrate.replay import Propagation, Replay
 from ongrid.errors import CalibrationError, ConfigError
 from ongrid.nn import WEIGHT, QuantizerSpec
-
-if TYPE_CHECKING:
-    from ongrid.calibrate.replay import Replay
-
-Propagation = Literal["quantized", "float"]
-"""Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
 
 Notes = dict[str, dict[str, Any]]
 """What an algorithm has to report of each linear, by path: plain numbers and strings, no timings."""

@@ -10,6 +10,7 @@ parent that computes between its layers is refused, since replay would leave tha
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ Drive = Callable[[nn.Module], object]
 """Runs the model over the calibration set, calling it once a batch."""
 
 _HIDDEN = "hidden_states"
+
+_FORMS = range(4)
+"""A layer's output as its parent takes it: a bare hidden state, or a tuple of 1, 2, 3 with it first."""
 
 
 class _Stop(BaseException):
@@ -71,8 +75,12 @@ class Capture:
     keep: list[Bool[Tensor, "rows tokens"] | None] = field(default_factory=list)
     """Which positions hold tokens rather than padding; None where all do."""
 
-    as_tuple: bool = False
-    """Whether the parent takes its layers' outputs as tuples."""
+    form: int = 0
+    """The form in which the parent takes its layers' outputs."""
+
+    def handed_on(self, hidden: Tensor) -> object:
+        """A hidden state in the form of a layer's output."""
+        return (hidden, *[None] * (self.form - 1)) if self.form else hidden
 
     @property
     def tokens(self) -> int:
@@ -81,6 +89,21 @@ class Capture:
             h.shape[0] * h.shape[1] if keep is None else int(keep.sum())
             for h, keep in zip(self.hidden, self.keep, strict=True)
         )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the context a model is in eval mode; afterwards each module is in its own mode again."""
+    # Weak: a module that is dropped or replaced meanwhile must not keep its memory.
+    modes = weakref.WeakKeyDictionary({module: module.training for module in model.modules()})
+    mode = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(mode)  # modules that were put in meanwhile take the mode of the whole
+        for module, own in modes.items():
+            module.training = own
 
 
 @torch.no_grad()
@@ -116,35 +139,37 @@ class _Recorder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         before = {m: m.__dict__.get("forward") for m in (self.model, *self.layers)}
-        training = self.model.training
-        self.model.eval()
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = _bind(self._layer_called, index)
             self.model.forward = _bind(self._model_called, self.model.forward)
-            yield
+            with evaluating(self.model):
+                yield
         finally:
             for module, forward in before.items():
                 if forward is None:
                     module.__dict__.pop("forward", None)
                 else:
                     module.forward = forward
-            self.model.train(training)
 
     def _model_called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """One batch: tries whether the parent takes a bare hidden state, else a tuple with it."""
-        try:
-            self._attempt(forward, args, kwargs)
-        except (_OtherForm, ValueError, TypeError, IndexError) as first:
-            # A parent that unpacks its layers' outputs fails on a bare tensor in one of these ways.
-            # Anything else than the form of the output fails again, and is then raised as it is.
-            if self.capture.as_tuple:
-                raise self._broken() from first
-            self.capture.as_tuple = True
+        """One batch; the first one finds out in which form the parent takes its layers' outputs."""
+        forms = [self.capture.form] if self.capture.hidden else list(_FORMS)
+        if self._alone:
+            # A tuple fails where a bare hidden state is expected, but not always the other way round.
+            forms.sort(key=lambda form: form == 0)
+        failures: list[BaseException] = []
+        for self.capture.form in forms:
             try:
                 self._attempt(forward, args, kwargs)
-            except _OtherForm as second:
-                raise self._broken() from second
+                break
+            except (_OtherForm, ValueError, TypeError, IndexError, AttributeError) as failure:
+                # A parent that is handed another form than it takes fails in one of these ways.
+                if not self._calls:
+                    raise  # before any layer: the form has no part in it
+                failures.append(failure)
+        else:
+            raise self._broken(failures)
         keep = self._keep(args, kwargs)
         assert self._first is not None
         self.capture.hidden.append(self._first)
@@ -152,17 +177,23 @@ class _Recorder:
         for calls, call in zip(self.capture.calls, self._calls, strict=True):
             calls.append(call)
 
+    @property
+    def _alone(self) -> bool:
+        """Whether only what follows the layers can tell the form, there being one layer."""
+        return len(self.layers) == 1 and not self.capture.hidden
+
     def _attempt(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._calls, self._first, self._handed = [], None, None
         try:
             forward(*args, **kwargs)
         except _Stop:
             return
-        raise StructureError(
-            f"a forward ended after {len(self._calls)} of {len(self.layers)} layers",
-            where=self.stack.path,
-            remedy="Give the path of the decoder's layers with `layers=`.",
-        )
+        if len(self._calls) < len(self.layers):
+            raise StructureError(
+                f"a forward ended after {len(self._calls)} of {len(self.layers)} layers",
+                where=self.stack.path,
+                remedy="Give the path of the decoder's layers with `layers=`.",
+            )
 
     def _layer_called(self, index: int, *args: Any, **kwargs: Any) -> object:
         if index != len(self._calls):
@@ -179,6 +210,7 @@ class _Recorder:
             raise StructureError(
                 f"layer {index} is not called with a hidden state [rows tokens features]",
                 where=self.stack.path,
+                remedy="Give the path of the decoder's layers with `layers=`, or token ids [rows tokens].",
             )
         rest = {k: v for k, v in kwargs.items() if k != _HIDDEN or in_args}
         where = f"{self.stack.paths[index]}"
@@ -188,11 +220,14 @@ class _Recorder:
         self._handed = hidden
         if index == 0:
             self._first = hidden
-        if index == len(self.layers) - 1:
+        if index == len(self.layers) - 1 and not self._alone:
             raise _Stop
-        return (hidden,) if self.capture.as_tuple else hidden
+        return self.capture.handed_on(hidden)
 
-    def _broken(self) -> StructureError:
+    def _broken(self, failures: list[BaseException]) -> BaseException:
+        """What to say where no form of output would do."""
+        if not any(isinstance(failure, _OtherForm) for failure in failures):
+            return failures[0]
         index = len(self._calls)
         return StructureError(
             f"layer {index} was not handed what layer {index - 1} returned",
@@ -203,7 +238,7 @@ class _Recorder:
     def _keep(self, args: Any, kwargs: Any) -> Tensor | None:
         assert self._first is not None
         given = self.signature.bind_partial(*args, **kwargs).arguments
-        mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
+        mask = kwargs.get("attention_mask", given.get("attention_mask"))
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.shape != self._first.shape[:2]:

@@ -29,12 +29,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes, Propagation
+from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
 from ongrid.calibrate.ranges import calibrate_activations, search_range
-from ongrid.calibrate.replay import AbstractReduction, Replay
+from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
 from ongrid.errors import ConfigError, NonFiniteError
 from ongrid.grid import Grid, Parts, QTensor
-from ongrid.grid.grid import decode_values, encode_values
+from ongrid.grid.grid import decode_each, encode_each
 from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
 
 _ESCALATION = 10.0
@@ -213,41 +213,37 @@ def sweep(
     With `order`, the sweep takes columns in that order (u is the factor in that order), and all scales
     are fitted beforehand. So they are where a scale spans the row or lies on a grid of its own.
     """
-    rows, columns = w.shape
+    columns = w.shape[1]
     width = columns if grid.blocks.cols == -1 else grid.blocks.cols
     static = order is not None or width == columns or not isinstance(grid.scale, torch.dtype)
     scale, zero = fit(grid, w, dtype) if static else (None, None)
-    group_of = torch.arange(columns, device=w.device) // width
+    groups = torch.arange(columns, device=w.device) // width
     wt = w.T.contiguous()
     if order is not None:
-        group_of, wt = group_of[order], wt[order]
-    groups = group_of.tolist()
-    s_all = grid.scales(scale) if static else wt.new_empty(0)
+        groups, wt = groups[order], wt[order]
     errors = torch.empty_like(wt)
     codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
     pivots = u.diagonal().tolist()
     fitted: list[tuple[Tensor, Tensor | None]] = []
     step = block if static else width
+    s, z = _of_rows(grid, scale, zero, w.shape[0]) if static else (wt[:0], None)
     for start in range(0, columns, step):
         stop = min(start + step, columns)
         if start:
             wt[start:stop].addmm_(u[:start, start:stop].T, errors[:start], alpha=-1)
-        s, z = wt.new_empty(0), None
         if not static:
-            s, z = fit(grid, wt[start:stop].T, dtype)
-            fitted.append((s, z))
-            s = s.float()
-        for j in range(start, stop):
+            fitted.append(fit(grid, wt[start:stop].T, dtype))
+            s, z = _of_rows(grid, *fitted[-1], w.shape[0])
+        of_column = groups[start:stop].tolist() if static and s.shape[0] > 1 else [0] * step
+        for j, group in zip(range(start, stop), of_column, strict=False):
             column = wt[j]
             if j > start:
                 column = torch.addmv(column, errors[start:j].T, u[start:j, j], alpha=-1)
-            if static:
-                s = s_all if s_all.dim() == 0 else s_all[:, groups[j], None]
-                z = None if zero is None else zero[:, groups[j], None]
-            q = encode_values(grid, column[:, None], s, z, None)
-            codes[j] = q[:, 0]
-            decoded = decode_values(grid, q, s, z, None, dtype)[:, 0]
-            torch.sub(column, decoded, out=errors[j]).div_(pivots[j])
+            zeros = None if z is None else z[group]
+            q = encode_each(grid, column, s[group], zeros)
+            codes[j] = q
+            torch.sub(column, decode_each(grid, q, s[group], zeros).to(dtype), out=errors[j])
+            errors[j] /= pivots[j]
     if order is not None:
         codes = codes[order.argsort()]
     if not static:
@@ -255,6 +251,19 @@ def sweep(
         zeros = [z for _, z in fitted if z is not None]
         zero = torch.cat(zeros, 1) if zeros else None
     return Parts(codes.T.contiguous(), scale, zero)
+
+
+def _of_rows(
+    grid: Grid, scale: Any, zero: Tensor | None, rows: int
+) -> tuple[Float[Tensor, "C out"], Float[Tensor, "C out"] | None]:
+    """Scales and zeros of every row as float32, group by group, each group contiguous."""
+
+    def wide(t: Tensor) -> Tensor:
+        return t.float().T.repeat_interleave(rows // t.shape[0], 1).contiguous()
+
+    s = grid.scales(scale)
+    s = s.expand(1, rows) if s.dim() == 0 else wide(s)
+    return s, None if zero is None else wide(zero)
 
 
 def row_errors(e: Float[Tensor, "out in"], h: Float[Tensor, "in in"]) -> Float[Tensor, "out"]:

@@ -14,13 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ongrid.calibrate.algorithm import (
-    AbstractAlgorithm,
-    Notes,
-    Propagation,
-    static_activations,
-)
-from ongrid.calibrate.replay import AbstractReduction, Replay
+from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes, static_activations
+from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
 from ongrid.errors import CalibrationError, OngridError
 from ongrid.grid import Grid, Parts
 from ongrid.grid.grid import decode_values, encode_values

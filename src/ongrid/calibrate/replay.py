@@ -12,16 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ongrid.calibrate.algorithm import Propagation
 from ongrid.calibrate.capture import Capture
 from ongrid.errors import NonFiniteError, StructureError
-from ongrid.nn import QuantLinear, bypassed, quant_linears
+from ongrid.nn import QuantLinear, bypassed, held, quant_linears
+
+Propagation = Literal["quantized", "float"]
+"""Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
 
 Reported = Callable[[int, int], None]
 """Called after each batch with the number of batches done and the number of all."""
@@ -117,8 +119,7 @@ class Replay:
         if self.propagate == "float":
             self.found.hidden[:], self._float_outputs = self._float_outputs, []
             return {path: linear.weight for path, linear in quant_linears(layer).items()}
-        used: dict[str, Tensor] = {}
-        with _weights_used(layer, used):
+        with held(layer) as used:
             for batch, hidden in enumerate(self._progress(self.hidden)):
                 self.found.hidden[batch] = self._run(layer, batch, hidden)
         return used
@@ -132,27 +133,6 @@ class Replay:
         for done, batch in enumerate(list(batches), 1):
             yield batch
             self._report(done, total)
-
-
-@contextmanager
-def _weights_used(layer: nn.Module, used: dict[str, Tensor]) -> Iterator[None]:
-    """Notes the matrix that each weight gave to its linear's product."""
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, weight: Tensor) -> None:
-            used[path] = weight
-
-        return hook
-
-    handles = [
-        linear.weight_quantizer.register_forward_hook(note(path))
-        for path, linear in quant_linears(layer).items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

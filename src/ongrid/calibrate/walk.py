@@ -205,7 +205,7 @@ class _Walk:
             insert(self.model, specs, sites)
             if self.replay.hidden and self.algorithm.needs_inputs(specs):
                 self.replay.found.calls = [
-                    [_TailCall(call, emit, self.replay.found.as_tuple) for call in self.calls]
+                    [_TailCall(call, emit, self.replay.found.handed_on) for call in self.calls]
                 ]
                 self.replay.enter(0)
             notes = self.algorithm.run(self.model, self.replay) if specs else {}
@@ -225,10 +225,10 @@ class _TailCall:
 
     call: ModelCall
     emit: list[Any]
-    as_tuple: bool
+    handed_on: Callable[[Tensor], object]
 
     def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        self.emit[:] = [(hidden,) if self.as_tuple else hidden]
+        self.emit[:] = [self.handed_on(hidden)]
         self.call.run(model)
         return hidden
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from ongrid.grid.levels import LEVELS, AbstractLevels, Int
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCKS = "Write 64, 128x128, channel or tensor; sizes from 1."
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Blocks:
 
     rows: int
     cols: int
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.cols) < 1 and (self.rows, self.cols) not in ((1, -1), (-1, -1)):
+            raise GridError(f"blocks of {self.rows} rows and {self.cols} columns", remedy=_BLOCKS)
 
     def counts(self, shape: tuple[int, int]) -> tuple[int, int]:
         """How many blocks a matrix has along each axis; `GridError` if they do not fit evenly."""
@@ -47,7 +52,9 @@ class Blocks:
             counts.append(size // block)
         if problems:
             raise GridError(
-                " and ".join(f"{n} {axis}s do not divide into blocks of {b}" for n, b, axis in problems),
+                " and ".join(
+                    f"{n} {axis}s do not divide into blocks of {b}" for n, b, axis in problems
+                ),
                 remedy=" ".join(
                     f"Nearest {axis} sizes that do: {', '.join(map(str, near_divisors(n, b)))}."
                     for n, b, axis in problems
@@ -68,9 +75,7 @@ class Blocks:
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
         sizes = (int(match[1] or 1), int(match[2])) if match else (0, 0)
         if min(sizes) < 1:
-            raise GridError(
-                f"blocks {text!r}", remedy="Write 64, 128x128, channel or tensor; sizes from 1."
-            )
+            raise GridError(f"blocks {text!r}", remedy=_BLOCKS)
         return Blocks(*sizes)
 
 
@@ -140,7 +145,11 @@ class Grid:
     def __str__(self) -> str:
         scale = self.scale
         stored = (
-            "one" if scale is None else f"[{scale}]" if isinstance(scale, Grid) else _DTYPE_NAMES[scale]
+            "one"
+            if scale is None
+            else f"[{scale}]"
+            if isinstance(scale, Grid)
+            else _DTYPE_NAMES[scale]
         )
         words = [self.levels.name, str(self.blocks), self.zero or "sym", stored]
         if self.zero_dtype is not None and self.zero_dtype != self.scale:
@@ -159,10 +168,14 @@ class Grid:
             )
         levels, blocks, zero, stored, zero_dtype = match.groups()
         if levels not in LEVELS:
-            raise GridError(f"no levels {levels!r} in {text!r}", remedy=f"Known: {', '.join(LEVELS)}.")
+            raise GridError(
+                f"no levels {levels!r} in {text!r}", remedy=f"Known: {', '.join(LEVELS)}."
+            )
         for word in (stored, zero_dtype):
             if word and word != "one" and not word.startswith("[") and word not in DTYPES:
-                raise GridError(f"no dtype {word!r} in {text!r}", remedy=f"Known: {', '.join(DTYPES)}.")
+                raise GridError(
+                    f"no dtype {word!r} in {text!r}", remedy=f"Known: {', '.join(DTYPES)}."
+                )
         scale = (
             None
             if stored == "one"
@@ -172,7 +185,9 @@ class Grid:
         )
         shift_dtype = DTYPES[zero_dtype] if zero_dtype else scale
         if zero == "shift" and not isinstance(shift_dtype, torch.dtype):
-            raise GridError(f"{text!r} does not say how the shift is stored", remedy="Append .fp16.")
+            raise GridError(
+                f"{text!r} does not say how the shift is stored", remedy="Append .fp16."
+            )
         if zero != "shift" and zero_dtype:
             raise GridError(f"{text!r}: only a shift has a dtype of its own")
         return Grid(
@@ -213,6 +228,12 @@ class Grid:
         self, lo: Tensor, hi: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor | Parts | None, Tensor | None]:
         """Stored scale and zero for blocks that reach from lo <= 0 to hi >= 0, float32 `[R C]`."""
+        if self.zero is None and self.levels.lo >= 0 and bool((lo < 0).any()):
+            raise GridError(
+                f"{self.levels.name} levels reach from {self.levels.lo:g} up, the numbers down to "
+                f"{float(lo.min()):.4g}",
+                remedy="Use signed levels, or a grid with a zero.",
+            )
         scale = self.store_scale(self.raw_scale(lo, hi))
         zero = self.store_zero(self.raw_zero(lo, scale))
         self._check_reach(scale, zero, dtype)
@@ -235,7 +256,7 @@ class Grid:
         """Scales in their stored form: finite and positive, else `GridError`.
 
         A scale that would be stored as 0 becomes 1: its whole block is far below one step and
-        decodes to zeros. A scale in the subnormal range of its dtype is rounded up, where rounding
+        decodes to zeros; where zero is no level, it becomes the smallest number instead. A scale in the subnormal range of its dtype is rounded up, where rounding
         down could clip the block by a large factor.
         """
         if self.scale is None:
@@ -246,29 +267,48 @@ class Grid:
         tiny = torch.finfo(self.scale).tiny
         short = (stored.float() < s) & (s < tiny) & (stored > 0)
         if bool(short.any()):
-            stored = torch.where(short, (stored.float() + _smallest(self.scale)).to(self.scale), stored)
-        if not bool(torch.isfinite(stored).all()):
-            raise GridError(
-                f"a scale of {float(s.max()):.4g} is too large for {_DTYPE_NAMES[self.scale]}, "
-                f"whose largest number is {torch.finfo(self.scale).max:.4g}",
-                remedy=f"Store scales in bf16 or fp32: {self._with_scale('bf16')}.",
+            stored = torch.where(
+                short, (stored.float() + _smallest(self.scale)).to(self.scale), stored
             )
-        return torch.where(stored > 0, stored, torch.ones_like(stored))
+        self._check_stored("scale", s, stored)
+        idle = 1.0 if self.levels.has_zero else _smallest(self.scale)
+        return torch.where(stored > 0, stored, torch.full_like(stored, idle))
+
+    def _check_stored(self, noun: str, numbers: Tensor, stored: Tensor) -> None:
+        """Refuses numbers that are not finite in the dtype in which they are stored."""
+        if not bool(torch.isfinite(stored).all()):
+            bf16 = torch.bfloat16
+            wider = replace(
+                self,
+                scale=bf16 if isinstance(self.scale, torch.dtype) else self.scale,
+                zero_dtype=self.zero_dtype and bf16,
+            )
+            raise GridError(
+                f"a {noun} of {float(numbers.abs().max()):.4g} is too large for "
+                f"{_DTYPE_NAMES[stored.dtype]}, whose largest number is "
+                f"{torch.finfo(stored.dtype).max:.4g}",
+                remedy=f"Store {noun}s in bf16 or fp32: {wider}.",
+            )
 
     @staticmethod
     def _on_scale_grid(grid: Grid, s: Tensor) -> Parts:
         """Scales on a grid of their own; one that would be 0 takes the smallest positive level."""
         parts = grid.quantize(s, torch.float32)
-        smallest = grid.levels.code(torch.tensor(grid.levels.tiny, device=s.device))
-        positive = grid.decode(parts, torch.float32) > 0
-        return parts._replace(codes=torch.where(positive, parts.codes, smallest))
+        return parts._replace(codes=grid.positive_codes(parts.codes))
+
+    def positive_codes(self, codes: Tensor) -> Tensor:
+        """The codes, with the smallest positive level's in place of those that are not positive."""
+        smallest = self.levels.code(torch.tensor(self.levels.tiny, device=codes.device))
+        return torch.where(self.levels.value(codes) > 0, codes, smallest.to(codes.dtype))
 
     def store_zero(self, z: Tensor | None) -> Tensor | None:
         """Zeros in their stored form: a clamped code, or a number in the zero's dtype."""
         if z is None or self.zero is None:
             return None
         if self.zero_dtype is not None:
-            return z.to(self.zero_dtype)
+            stored = z.to(self.zero_dtype)
+            self._check_stored("zero", z, stored)
+            return stored
         return _int(self).nearest_code(z, torch.zeros((), device=z.device)).to(torch.uint8)
 
     def scales(self, scale: Tensor | Parts | None) -> Tensor:
@@ -295,9 +335,6 @@ class Grid:
                 f"the grid reaches {float(reach.abs().max()):.6g}, which is not finite in {dtype}",
                 remedy="Compute in bfloat16 or float32.",
             )
-
-    def _with_scale(self, name: str) -> str:
-        return str(Grid(self.levels, self.blocks, DTYPES[name], self.zero, self.zero_dtype))
 
     # ---- encoding and decoding ----------------------------------------------------------------
 
@@ -379,36 +416,45 @@ def _block_counts(s: Tensor, order: Tensor | None) -> tuple[int, int]:
 def encode_values(
     grid: Grid, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None
 ) -> Float[Tensor, "out in"]:
-    """Codes as float32 numbers, from float32 scales: the one encoder of the library.
+    """Codes as float32 numbers, from float32 scales and stored zeros.
 
     Blocks are taken from the shapes of w and s, so that any slice along blocks encodes alike.
     """
     grouped = _grouped(w, *_block_counts(s, order)).float()
-    wide = _spread(s, order)
-    if z is None:
-        levels = grid.levels.nearest(grouped / wide)
-        codes = levels - grid.levels.lo if isinstance(grid.levels, Int) else grid.levels.code(levels)
-    elif grid.zero == "shift":
-        codes = grid.levels.nearest((grouped - _spread(z.float(), order)) / wide)
-    else:
-        codes = _int(grid).nearest_code(grouped / wide, _spread(z.float(), order))
-    return codes.float().reshape(w.shape)
+    wide_z = None if z is None else _spread(z.float(), order)
+    return encode_each(grid, grouped, _spread(s, order), wide_z).reshape(w.shape)
 
 
 def decode_values(
     grid: Grid, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, dtype: torch.dtype
 ) -> Float[Tensor, "out in"]:
-    """Numbers from codes (uint8, or float32 of the same values) and float32 scales: the one decoder."""
+    """Numbers from codes (uint8, or float32 of the same values), float32 scales and stored zeros."""
     grouped = _grouped(q, *_block_counts(s, order))
-    wide = _spread(s, order)
+    wide_z = None if z is None else _spread(z.float(), order)
+    return decode_each(grid, grouped, _spread(s, order), wide_z).reshape(q.shape).to(dtype)
+
+
+def encode_each(grid: Grid, w: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
+    """The one encoder: codes of float32 numbers, scales and zeros broadcast to them; float32."""
+    if z is None:
+        levels = grid.levels.nearest(w / s)
+        return (
+            levels - grid.levels.lo
+            if isinstance(grid.levels, Int)
+            else grid.levels.code(levels).float()
+        )
+    if grid.zero == "shift":
+        return grid.levels.nearest((w - z) / s)
+    return _int(grid).nearest_code(w / s, z)
+
+
+def decode_each(grid: Grid, q: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
+    """The one decoder: float32 numbers of codes, scales and zeros broadcast to them."""
     if z is not None and grid.zero == "code":
         # v(q) - v(z) is q - z in codes: small integers, exact in float32.
-        values = grouped.to(torch.float32, copy=True).sub_(_spread(z.float(), order)).mul_(wide)
-    else:
-        values = grid.levels.value(grouped).mul_(wide)
-        if z is not None:
-            values.add_(_spread(z.float(), order))
-    return values.reshape(q.shape).to(dtype)
+        return q.to(torch.float32, copy=True).sub_(z).mul_(s)
+    values = grid.levels.value(q).mul_(s)
+    return values if z is None else values.add_(z)
 
 
 def _int(grid: Grid) -> Int:

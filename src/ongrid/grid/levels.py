@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from ongrid.errors import GridError
@@ -48,9 +48,18 @@ class AbstractLevels(ABC):
     def tiny(self) -> float:
         """The smallest positive level."""
 
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero is a level."""
+        return float(self.nearest(torch.zeros(()))) == 0
+
     @abstractmethod
     def nearest(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The level nearest to each number, float32."""
+
+    @abstractmethod
+    def unclamped(self, x: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Whether x lies between the outermost levels, or no more than half a step outside."""
 
     @abstractmethod
     def code(self, v: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
@@ -103,6 +112,10 @@ class Int(AbstractLevels):
     def nearest(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return x.float().round().clamp_(self.lo, self.hi)
 
+    def unclamped(self, x: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        rounded = x.float().round()
+        return (rounded >= self.lo) & (rounded <= self.hi)
+
     def nearest_code(self, x: Tensor, zero: Tensor) -> Tensor:
         """Codes of x with the code `zero` standing for 0, as float32: round first, then shift.
 
@@ -140,6 +153,11 @@ class _TableLevels(AbstractLevels):
     def nearest(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         levels, _, thresholds = _sorted(self.values, x.device)
         return levels[torch.bucketize(x.float().contiguous(), thresholds)]
+
+    def unclamped(self, x: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        levels, _, _ = _sorted(self.values, x.device)
+        below, above = (levels[1] - levels[0]) / 2, (levels[-1] - levels[-2]) / 2
+        return (x >= levels[0] - below) & (x <= levels[-1] + above)
 
     def code(self, v: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
         _, codes, thresholds = _sorted(self.values, v.device)
@@ -269,8 +287,7 @@ NF4 = Codebook(
 IQ4NL = Codebook(
     "iq4nl",
     tuple(
-        float(v)
-        for v in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+        float(v) for v in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
     ),
 )
 

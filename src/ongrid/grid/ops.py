@@ -6,7 +6,7 @@ compiled forward differ from the stored weights. Autocast may change the dtype o
 Inside a registered op neither happens: eager, compiled and under autocast run the same code.
 
 Gradients are those of LSQ and EfficientQAT (Esser et al., 2020, eq. 3; Chen et al., 2024), with
-u = w / s, D the gradient of the decoded weight, inside = the code was not clamped:
+u = w / s (or (w - b) / s), D the gradient of the decoded weight, inside = the code was not clamped:
 
     dw = D * inside        ds = sum D * (v(q) - v(z) - inside * u)      dz = -sum D * s * not inside
     for a shift b:         ds = sum D * (v(q) - inside * u)             db =  sum D * not inside
@@ -14,8 +14,8 @@ u = w / s, D the gradient of the decoded weight, inside = the code was not clamp
 obtained by giving `encode` a gradient with respect to the level and letting `decode` send it.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: an op's schema is read from its annotations, which a
+# decorated function (the tests check types by decorating) has to carry as types, not as strings.
 import torch
 from torch import Tensor
 
@@ -64,10 +64,24 @@ def store_scale(s: Tensor, grid: str) -> Tensor:
 
 @torch.library.custom_op("ongrid::store_zero", mutates_args=())
 def store_zero(z: Tensor, grid: str) -> Tensor:
-    """Zeros `[R C]` in their stored form, as float32; the gradient passes straight through."""
-    stored = Grid.parse(grid).store_zero(z.float())
+    """Zeros `[R C]` in their stored form, as float32; the gradient passes straight through.
+
+    A shift that left its stored dtype during training takes the dtype's largest number.
+    """
+    parsed = Grid.parse(grid)
+    z = z.float()
+    if parsed.zero_dtype is not None:
+        most = torch.finfo(parsed.zero_dtype).max
+        z = z.clamp(-most, most)
+    stored = parsed.store_zero(z)
     assert stored is not None
     return stored.float()
+
+
+@torch.library.custom_op("ongrid::positive", mutates_args=())
+def positive(q: Tensor, grid: str) -> Tensor:
+    """Codes of scales on a grid of their own, all positive; the gradient passes straight through."""
+    return Grid.parse(grid).positive_codes(q)
 
 
 @torch.library.custom_op("ongrid::snap", mutates_args=())
@@ -86,6 +100,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 @snap.register_fake
+@positive.register_fake
 def _(x, grid):
     return torch.empty_like(x)
 
@@ -125,11 +140,10 @@ def encode_backward(
     wide, d = _spread(s, order), _grouped(dv.float(), *counts)
     shift = _spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
     u = (_grouped(w, *counts).float() - shift) / wide
-    # Judged on the rounded level: the outermost levels themselves count as inside.
-    level = u if g.zero is None else u.round()
+    level = u
     if z is not None and g.zero == "code":
-        level = level + g.levels.value(_spread(z, order))
-    d = d * ((level >= g.levels.lo) & (level <= g.levels.hi))
+        level = u.round() + g.levels.value(_spread(z, order))
+    d = d * g.levels.unclamped(level)
     dz = d.new_empty(0)
     if z is not None:
         dz = _reduced(d if g.zero == "code" else -d / wide, s, order).to(z.dtype)
@@ -206,6 +220,7 @@ def _straight_through(ctx, d):
 
 encode.register_autograd(_encode_backward, setup_context=_keep_encode)
 decode.register_autograd(_decode_backward, setup_context=_keep_decode)
+positive.register_autograd(_straight_through, setup_context=_keep_nothing)
 snap.register_autograd(_straight_through, setup_context=_keep_nothing)
 store_scale.register_autograd(_straight_through, setup_context=_keep_nothing)
 store_zero.register_autograd(_straight_through, setup_context=_keep_nothing)

@@ -67,9 +67,7 @@ class QTensor:
         return named if self.order is None else {**named, "order": self.order}
 
     @staticmethod
-    def from_tensors(
-        grid: Grid, shape: tuple[int, int], tensors: Mapping[str, Tensor]
-    ) -> QTensor:
+    def from_tensors(grid: Grid, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> QTensor:
         """Reads what `tensors` wrote; `StoreError` for missing, surplus or ill-shaped tensors."""
         expected = expected_tensors(grid, shape, ordered="order" in tensors)
         for name in sorted(expected.keys() | tensors.keys()):
@@ -86,11 +84,17 @@ class QTensor:
         return QTensor(grid, _nested(grid, shape, tensors, ""), tensors.get("order"))
 
     def check(self) -> None:
-        """Raises `GridError` unless every scale is finite and positive and every code is a level."""
+        """Raises `GridError` unless scales are finite and positive, and codes and zeros levels."""
         scales = self.grid.scales(self.parts.scale)
         bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
         if bad:
             raise GridError(f"{bad} of {scales.numel()} scales are not finite and positive")
+        if self.grid.zero == "code" and self.parts.zero is not None:
+            bad = int((self.parts.zero >= 2**self.grid.levels.bits).sum())
+            if bad:
+                raise GridError(
+                    f"{bad} of {self.parts.zero.numel()} zeros are no {self.grid} codes"
+                )
         values = self.dequantize(torch.float32)
         bad = int((~torch.isfinite(values)).sum())
         if bad:
@@ -102,17 +106,11 @@ class QTensor:
             raise GridError(
                 f"{self.grid} {self.shape} cannot be compared with {other.grid} {other.shape}"
             )
-        mine, theirs = self.tensors(), other.tensors()
-        counts = {"codes": int((self.codes != other.codes).sum()), "scale": 0, "zero": 0}
-        for name in (mine.keys() | theirs.keys()) - {"codes"}:
-            kind = "zero" if name.endswith("zero") else "scale"
-            if name not in mine or name not in theirs:
-                present = mine.get(name, theirs.get(name))
-                assert present is not None
-                counts[kind] += present.numel()
-            else:
-                counts[kind] += int((mine[name] != theirs[name]).sum())
-        return Difference(counts["codes"], counts["scale"], counts["zero"])
+        mine, theirs = self.parts, other.parts
+        scales = _unequal_scales(mine.scale, theirs.scale) + _unequal(self.order, other.order)
+        return Difference(
+            _unequal(mine.codes, theirs.codes), scales, _unequal(mine.zero, theirs.zero)
+        )
 
     @property
     def bits_per_weight(self) -> float:
@@ -127,7 +125,9 @@ def expected_tensors(
     """Name, shape and dtype of every tensor that a matrix on this grid is stored in."""
     rows, cols = grid.blocks.counts(shape)
     width = -(-shape[1] * grid.levels.bits // 8)
-    named: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((shape[0], width), torch.uint8)}
+    named: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": ((shape[0], width), torch.uint8)
+    }
     if isinstance(grid.scale, Grid):
         inner = expected_tensors(grid.scale, (rows, cols))
         named |= {f"scale.{name}": found for name, found in inner.items()}
@@ -138,6 +138,20 @@ def expected_tensors(
     if ordered:
         named["order"] = ((shape[1],), torch.int32)
     return named
+
+
+def _unequal(a: Tensor | None, b: Tensor | None) -> int:
+    """Elements that differ; all of them where only one tensor is there."""
+    if a is None or b is None:
+        return sum(t.numel() for t in (a, b) if t is not None)
+    return int((a != b).sum())
+
+
+def _unequal_scales(a: Tensor | Parts | None, b: Tensor | Parts | None) -> int:
+    if isinstance(a, Parts) and isinstance(b, Parts):
+        return _unequal(a.codes, b.codes) + _unequal_scales(a.scale, b.scale)
+    assert not isinstance(a, Parts) and not isinstance(b, Parts)
+    return _unequal(a, b)
 
 
 def _flat(grid: Grid, parts: Parts) -> dict[str, Tensor]:

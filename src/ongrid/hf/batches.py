@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ongrid.errors import CalibrationError
+from ongrid.hf import text
+from ongrid.hf.load import activation_bytes, local_folder
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _COLUMNS = ("input_ids", "messages", "text")  # the first that a row fills is taken
@@ -104,6 +106,32 @@ def batches(
             remedy=f"Ask for {len(usable) or 'fewer'} rows, or give more text or token ids.",
         )
     return _grouped(usable, batch_bytes // hidden_bytes, blank)
+
+
+def calibration_batches(
+    model: str | Path, data: str | Path, *, seqlen: int, rows: int | None
+) -> Batches:
+    """Batches of `data` for the model in a folder: its tokenizer, its vocabulary, its sizes.
+
+    Arguments and errors are those of `batches`; `pydoc` stands for the text of `ongrid.hf.text`.
+    """
+    folder = local_folder(model)
+    config = AutoConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocab_size = config.get_text_config().vocab_size
+    hidden_bytes = activation_bytes(config)
+    source: Any = data
+    if str(data) == text.NAME:
+        ids = windows(text.calibration_text(), tokenizer, seqlen, rows)
+        source, tokenizer = ids.tolist(), None
+    return batches(
+        source,
+        tokenizer,
+        seqlen=seqlen,
+        hidden_bytes=hidden_bytes,
+        rows=rows,
+        vocab_size=vocab_size,
+    )
 
 
 def windows(

@@ -51,6 +51,11 @@ def load_hollow(name: str | Path) -> Hollow:
     return Hollow(model, ShardSource(model, shards, _file_names(model, shards)), folder)
 
 
+def load_model(name: str | Path) -> nn.Module:
+    """A causal language model in evaluation mode, in the dtype that it is stored in."""
+    return AutoModelForCausalLM.from_pretrained(local_folder(name), dtype="auto").eval()
+
+
 def local_folder(name: str | Path) -> Path:
     """The folder of a model: itself, or the snapshot of a hub id."""
     folder = Path(name)
@@ -88,12 +93,12 @@ def source_config(folder: Path) -> dict[str, Any]:
         raise StoreError(f"config.json is not JSON: {error}", where=str(folder)) from None
 
 
-def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in one layer, roughly: a few hidden states and the widest product."""
+def activation_bytes(config: PreTrainedConfig) -> int:
+    """Bytes that one token takes in one layer, roughly: a few hidden states and the widest products."""
     text = config.get_text_config()
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    return (8 * hidden + 3 * inner) * dtype.itemsize
+    return (8 * hidden + 3 * inner) * (config.dtype or torch.float32).itemsize
 
 
 def _config(folder: Path) -> PreTrainedConfig:

@@ -54,7 +54,7 @@ class ActivationQuantizer(nn.Module):
                 self.zero = torch.zeros((1, 1), dtype=self.grid.zero_dtype or torch.uint8)
 
     def forward(self, x: Float[Tensor, "*tokens features"]) -> Float[Tensor, "*tokens features"]:
-        if self.bypassed:
+        if self.bypassed or x.numel() == 0:  # an expert without a token
             return x
         rows = x.reshape(-1, x.shape[-1])
         if self.dynamic:

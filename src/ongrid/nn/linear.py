@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -119,16 +118,14 @@ def insert(
 
 
 def insert_empty(
-    root: nn.Module,
-    specs: Mapping[str, QuantizerSpec],
-    sites: Mapping[str, LinearSite],
-    dtype: torch.dtype,
+    root: nn.Module, specs: Mapping[str, QuantizerSpec], sites: Mapping[str, LinearSite]
 ) -> None:
     """As `insert`, with all-zero `CodedWeight`s of the right shapes, ready to load an artifact into."""
     for path, of_linear in group_by_linear(specs).items():
-        bias = root.get_submodule(path).bias
+        old, bias = root.get_submodule(path).weight, root.get_submodule(path).bias
+        assert isinstance(old, Tensor)
         assert bias is None or isinstance(bias, nn.Parameter)
-        weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, dtype)
+        weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, old.dtype)
         linear = _quant_linear(weight, bias, of_linear)
         for quantizer in (linear.input_quantizer, linear.output_quantizer):
             if quantizer is not None:
@@ -180,13 +177,31 @@ def bypassed(root: nn.Module, *, activations: bool) -> Iterator[None]:
         if isinstance(module, AbstractWeight)
         or (activations and isinstance(module, ActivationQuantizer))
     ]
+    before = [quantizer.bypassed for quantizer in quantizers]
     for quantizer in quantizers:
         quantizer.bypassed = True
     try:
         yield
     finally:
-        for quantizer in quantizers:
-            quantizer.bypassed = False
+        for quantizer, was in zip(quantizers, before, strict=True):
+            quantizer.bypassed = was
+
+
+@contextmanager
+def held(root: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within the context every weight below `root` is decoded once, not at every use.
+
+    Gives the matrices that the linears multiply with meanwhile, by path.
+    """
+    weights = {path: linear.weight_quantizer for path, linear in quant_linears(root).items()}
+    used = {path: weight() for path, weight in weights.items()}
+    for path, weight in weights.items():
+        weight.held = used[path]
+    try:
+        yield used
+    finally:
+        for weight in weights.values():
+            weight.held = None
 
 
 def place(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -48,7 +48,7 @@ def find_stack(model: nn.Module, path: str | None = None) -> Stack:
         p: m
         for p, m in lists.items()
         if len(m) > 0
-        and not any(p.startswith(f"{other}.") for other in lists)
+        and not any(p != other and p.startswith(f"{other}." if other else "") for other in lists)
         and all(any(True for _ in entry.parameters()) for entry in m)
     }
     if not outermost:

@@ -11,15 +11,15 @@ weight equals the computed one is a property of the class, whatever a subclass t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
-from typing import Any, Literal, Self, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ongrid.errors import GridError
-from ongrid.grid import Grid, Parts, QTensor, expected_tensors, ops, pack
+from ongrid.grid import Grid, Parts, QTensor, expected_tensors, ops
 
 TrainedPart = Literal["scale", "zero"]
 
@@ -38,6 +38,7 @@ class AbstractWeight(nn.Module):
         self.shape = shape
         self.dtype = dtype
         self.bypassed = False
+        self.held: Tensor | None = None
         # The group of each column where groups are not contiguous, int32 [in].
         self.order: Tensor | None
         self.register_buffer("order", None)
@@ -59,15 +60,26 @@ class AbstractWeight(nn.Module):
         """The matrix that the layer multiplies with, in the compute dtype."""
         if self.bypassed:
             return self.source()
+        if self.held is not None:
+            return self.held
         parts = self.parts()
         return ops.decode(
             parts.codes,
-            _effective(self.grid, parts.scale),
+            self._effective(parts.scale),
             parts.zero,
             self.order,
             self._grid_string,
             self.dtype,
         )
+
+    def _effective(self, scale: Tensor | Parts | None) -> Tensor:
+        """The float32 numbers that scales stand for, decoded through the op at every level."""
+        if not isinstance(scale, Parts):
+            return self.grid.scales(scale)
+        inner = self.scale
+        assert isinstance(inner, AbstractWeight)
+        s, name = inner._effective(scale.scale), inner._grid_string
+        return ops.decode(scale.codes, s, scale.zero, None, name, torch.float32)
 
     @final
     @torch.no_grad()
@@ -75,7 +87,7 @@ class AbstractWeight(nn.Module):
         """The same matrix as it is stored."""
         return QTensor(self.grid, _stored(self.grid, self.parts()), self.order)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AbstractWeight:
         """Moves tensors and keeps their dtypes; a cast changes the compute dtype instead."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
 
@@ -125,15 +137,15 @@ class LatentWeight(AbstractWeight):
 
     def parts(self) -> Parts:
         if isinstance(self.scale, LatentWeight):
-            scale: Tensor | Parts | None = self.scale.parts()
+            inner = self.scale.parts()
+            positive = ops.positive(inner.codes, self.scale._grid_string)
+            scale: Tensor | Parts | None = inner._replace(codes=positive)
         elif self.scale is None:
             scale = None
         else:
             scale = ops.store_scale(self.scale, self._grid_string)
         zero = None if self.zero is None else ops.store_zero(self.zero, self._grid_string)
-        codes = ops.encode(
-            self.latent, _effective(self.grid, scale), zero, None, self._grid_string
-        )
+        codes = ops.encode(self.latent, self._effective(scale), zero, None, self._grid_string)
         return Parts(codes, scale, zero)
 
 
@@ -144,40 +156,41 @@ class CodedWeight(AbstractWeight):
     can require a gradient; the others are buffers in their stored dtype.
     """
 
-    def __init__(
-        self, q: QTensor, dtype: torch.dtype, train: Collection[TrainedPart] = ()
-    ) -> None:
+    def __init__(self, q: QTensor, dtype: torch.dtype, train: Collection[TrainedPart] = ()) -> None:
         super().__init__(q.grid, q.shape, dtype)
-        self.register_buffer("codes", pack(q.codes, q.grid.levels.bits))
-        if isinstance(q.parts.scale, Parts):
-            assert isinstance(q.grid.scale, Grid)
-            if train:
-                raise GridError(
-                    f"{q.grid} keeps its scales on a grid, which cannot train with fixed codes",
-                    remedy="Train on a grid with fp16, bf16 or fp32 scales.",
-                )
-            self.scale = CodedWeight(QTensor(q.grid.scale, q.parts.scale), torch.float32)
-        else:
-            self._hold("scale", q.parts.scale, "scale" in train)
-        self._hold("zero", q.parts.zero, "zero" in train)
-        self.order = q.order
+        self._hold(q.tensors(), train)
 
     @staticmethod
     def empty(
         grid: Grid, shape: tuple[int, int], dtype: torch.dtype, *, ordered: bool = False
     ) -> CodedWeight:
-        """A weight of the right shapes on the meta device or the default one, to load a state into."""
-        tensors = {
-            name: torch.zeros(size, dtype=kind)
-            for name, (size, kind) in expected_tensors(grid, shape, ordered=ordered).items()
-        }
-        return CodedWeight(QTensor.from_tensors(grid, shape, tensors), dtype)
+        """A weight of the right shapes on the default device, all zero, to load a state into."""
+        weight = CodedWeight.__new__(CodedWeight)
+        AbstractWeight.__init__(weight, grid, shape, dtype)
+        expected = expected_tensors(grid, shape, ordered=ordered)
+        weight._hold({n: torch.zeros(size, dtype=kind) for n, (size, kind) in expected.items()}, ())
+        return weight
 
-    def _hold(self, name: str, stored: Tensor | None, trained: bool) -> None:
-        if trained and stored is not None:
-            self.register_parameter(name, _master(stored))
-        else:
-            self.register_buffer(name, stored)
+    def _hold(self, stored: Mapping[str, Tensor], train: Collection[TrainedPart]) -> None:
+        """Registers stored tensors under their own names; scales on a grid become a child."""
+        inner = {n.removeprefix("scale."): t for n, t in stored.items() if n.startswith("scale.")}
+        if inner:
+            if train:
+                raise GridError(
+                    f"{self.grid} keeps its scales on a grid, which cannot train with fixed codes",
+                    remedy="Train on a grid with fp16, bf16 or fp32 scales.",
+                )
+            assert isinstance(self.grid.scale, Grid)
+            counts = self.grid.blocks.counts(self.shape)
+            self.scale = CodedWeight.empty(self.grid.scale, counts, torch.float32)
+            self.scale._hold(inner, ())
+        self.register_buffer("codes", stored["codes"])
+        for name in ("scale", "zero"):
+            if name in train and name in stored:
+                self.register_parameter(name, _master(stored[name]))
+            elif name == "zero" or not inner:
+                self.register_buffer(name, stored.get(name))
+        self.order = stored.get("order")
 
     def parts(self) -> Parts:
         codes = ops.unpack(self.codes, self.grid.levels.bits, self.shape[1])
@@ -197,15 +210,6 @@ class CodedWeight(AbstractWeight):
 def _master(stored: Tensor) -> nn.Parameter:
     """What trains is fp32 whatever the model computes in: a bf16 step at lr 1e-5 changes nothing."""
     return nn.Parameter(stored.detach().to(torch.float32, copy=True), requires_grad=False)
-
-
-def _effective(grid: Grid, scale: Tensor | Parts | None) -> Tensor:
-    """The float32 numbers that scales stand for, decoded through the op at every level."""
-    if not isinstance(scale, Parts):
-        return grid.scales(scale)
-    assert isinstance(grid.scale, Grid)
-    inner = _effective(grid.scale, scale.scale)
-    return ops.decode(scale.codes, inner, scale.zero, None, str(grid.scale), torch.float32)
 
 
 def _stored(grid: Grid, parts: Parts) -> Parts:

@@ -221,6 +221,10 @@ class Artifact:
             found[segment] = json.loads(file.metadata["ongrid"])
         return found
 
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors().infos.values())
+
     def _file(self, segment: str) -> Path:
         return self.folder / f"model-{segment}.safetensors"
 

@@ -1,0 +1,5 @@
+"""The command line: every command is a door into the library and holds no logic of its own."""
+
+from ongrid.cli.app import main
+
+__all__ = ["main"]

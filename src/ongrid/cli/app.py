@@ -1,0 +1,206 @@
+"""The commands: quantize, plan, inspect, score, verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ongrid.cli.progress import shown
+from ongrid.errors import OngridError, StoreError
+from ongrid.quantize import plan as make_plan
+from ongrid.quantize import quantize as run_quantize
+from ongrid.recipe import presets
+from ongrid.store.artifact import Artifact
+
+app = typer.Typer(
+    help="Quantize a language model, and prove that what is on disk is what was calibrated.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face model folder, or a hub id owner/name.")]
+Folder = Annotated[Path, typer.Argument(help="An artifact that `ongrid quantize` wrote.")]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help=f"A YAML file, or one of: {', '.join(presets())}.")
+]
+Seqlen = Annotated[int, typer.Option(help="Tokens in a row.", min=2)]
+Rows = Annotated[int, typer.Option(help="Rows to use.", min=1)]
+
+
+def main() -> None:
+    """Runs the command line; a deliberate error ends it with its message and exit code 1."""
+    try:
+        app()
+    except OngridError as error:
+        Console(stderr=True).print(
+            f"[bold red]{type(error).__name__}[/]:", str(error), markup=True, highlight=False
+        )
+        raise SystemExit(1) from None
+
+
+@app.command()
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the artifact.")],
+    recipe: RecipeName = "int4_g64",
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", "-a", help="rtn, max, mse, gptq; gptq:damp=0.05")
+    ] = "gptq",
+    data: Annotated[
+        str | None,
+        typer.Option(help="Calibration text (.txt), rows (.jsonl), a dataset, or pydoc."),
+    ] = None,
+    seqlen: Seqlen = 512,
+    rows: Rows = 64,
+    overwrite: Annotated[bool, typer.Option(help="Empty the output folder first.")] = False,
+) -> None:
+    """Quantize a model layer by layer. A run that was stopped goes on where it stopped."""
+    chosen = make_plan(model, recipe)
+    console.print(chosen.explain(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{chosen.bits_per_weight:.3f} bits per quantized weight", highlight=False)
+    batches = None if data is None else _Lazy(model, data, seqlen, rows)
+    with shown(console, f"{algorithm} {recipe}") as on_progress:
+        run_quantize(
+            model,
+            recipe,
+            batches,
+            algorithm=algorithm,
+            out=out,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    console.print(f"wrote {out}", highlight=False)
+
+
+@app.command()
+def plan(model: Model, recipe: RecipeName = "int4_g64") -> None:
+    """Show what a recipe means for a model. No weight is read."""
+    chosen = make_plan(model, recipe)
+    console.print(chosen.explain(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{chosen.bits_per_weight:.3f} bits per quantized weight", highlight=False)
+
+
+@app.command()
+def inspect(folder: Folder) -> None:
+    """Show what an artifact holds and how it was made."""
+    artifact = Artifact.open(folder)
+    manifest = artifact.manifest
+    grids: dict[str, int] = {}
+    for entry in manifest.matrices.values():
+        grids[entry["grid"]] = grids.get(entry["grid"], 0) + 1
+    table = Table(show_header=False, box=None)
+    table.add_row("recipe", str(manifest.recipe["name"]))
+    table.add_row("algorithm", _settings(manifest.algorithm))
+    for grid, count in sorted(grids.items()):
+        table.add_row("matrices", f"{count} on {grid}")
+    for path, why in sorted(manifest.kept.items())[:10]:
+        table.add_row("kept float", f"{path} ({why})")
+    table.add_row("size", f"{artifact.size_bytes() / 1e6:.1f} MB")
+    for name, value in sorted(manifest.fingerprint.items()):
+        if name not in ("recipe", "algorithm"):
+            table.add_row(name, value if isinstance(value, str) else json.dumps(value))
+    if manifest.accepted:
+        table.add_row("accepted", ", ".join(manifest.accepted))
+    console.print(table)
+    _notes(artifact)
+
+
+@app.command()
+def score(
+    folder: Folder,
+    against: Annotated[str, typer.Option(help="The float model it was made from.")],
+    data: Annotated[str, typer.Option(help="Text to score on, or pydoc.")] = "pydoc",
+    seqlen: Seqlen = 512,
+    rows: Rows = 16,
+) -> None:
+    """Perplexity, mean KL per token to the original, and top-1 agreement, side by side."""
+    from transformers import AutoTokenizer
+
+    from ongrid.hf import load_model, score_all, text, windows
+    from ongrid.hf.load import local_folder
+
+    original = local_folder(against)
+    tokenizer = AutoTokenizer.from_pretrained(original)
+    source = text.scoring_text() if data == text.NAME else Path(data)
+    ids = windows(source, tokenizer, seqlen, rows)
+    models = {"original": load_model(original), folder.name: load_model(folder)}
+    scores = score_all(models, ids, against=models["original"])
+    sizes = {"original": _tensor_bytes(original), folder.name: _tensor_bytes(folder)}
+    print_scores(
+        {name: (found, sizes[name]) for name, found in scores.items()},
+        f"{rows} windows of {seqlen} tokens of {data}",
+    )
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Prove from the files alone that they hold the weights that calibration used."""
+    from ongrid.export.verify import verify as run_verify
+
+    found = run_verify(folder, fresh_module="ongrid.hf.fresh")
+    for line in found.lines():
+        console.print(line, highlight=False, markup=False)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def print_scores(rows: dict[str, tuple[Any, int]], title: str) -> None:
+    """One table of scores: name, perplexity, KL, top-1 agreement, size of the weights on disk."""
+    table = Table(title=title)
+    for heading in ("model", "perplexity", "KL per token", "top-1", "MB"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name, (found, size) in rows.items():
+        table.add_row(
+            name,
+            f"{found.perplexity:.3f}",
+            "" if found.kl is None else f"{found.kl:.4f}",
+            "" if found.top1 is None else f"{100 * found.top1:.1f} %",
+            f"{size / 1e6:.1f}",
+        )
+    console.print(table)
+
+
+class _Lazy:
+    """Calibration batches that are tokenised when they are read, after all checks have passed."""
+
+    def __init__(self, model: str, data: str, seqlen: int, rows: int) -> None:
+        self.model, self.data, self.seqlen, self.rows = model, data, seqlen, rows
+
+    def __iter__(self) -> Any:
+        from ongrid.hf import calibration_batches
+
+        return iter(calibration_batches(self.model, self.data, seqlen=self.seqlen, rows=self.rows))
+
+
+def _tensor_bytes(folder: Path) -> int:
+    from ongrid.store.shards import ShardFolder
+
+    return sum(info.nbytes for info in ShardFolder(folder).infos.values())
+
+
+def _settings(algorithm: dict[str, Any]) -> str:
+    settings = ", ".join(f"{k}={v}" for k, v in algorithm.items() if k != "kind")
+    return f"{algorithm['kind']}({settings})"
+
+
+def _notes(artifact: Artifact) -> None:
+    """What calibration had to report: dead inputs, rows kept at plain rounding, underflow."""
+    totals: dict[str, int] = {}
+    for record in artifact.records().values():
+        for note in record["notes"].values():
+            for name, value in note.items():
+                if isinstance(value, int) and name != "tokens" and value:
+                    totals[name] = totals.get(name, 0) + value
+                elif name == "rounded_plainly":
+                    totals["matrices rounded plainly"] = totals.get("matrices rounded plainly", 0) + 1
+    for name, count in sorted(totals.items()):
+        console.print(f"{name.replace('_', ' ')}: {count}", highlight=False)
+
+
