@@ -41,6 +41,8 @@ class _Job:
     folder: Path | None
     config: dict[str, Any]
     plan: Plan
+    unties: bool
+    """Whether a weight is quantized that the source ties to another: they part ways."""
 
 
 def plan(model: str | Path | nn.Module, recipe: str | Path | Mapping[str, Any] | Recipe) -> Plan:
@@ -143,7 +145,15 @@ def _prepare(model: str | Path | nn.Module, recipe: Recipe) -> _Job:
         job = (hollow.model, hollow.source, hollow.folder, source_config(hollow.folder))
     stack = find_stack(job[0], recipe.layers)
     resolved = recipe.resolve(find_linears(job[0], TRANSPOSED), stack)
-    return _Job(*job, resolved)
+    return _Job(*job, resolved, _unties(job[0], resolved))
+
+
+def _unties(model: nn.Module, plan: Plan) -> bool:
+    names: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = names.get(id(parameter), 0) + 1
+    weights = (model.get_submodule(path).weight for path in plan.sites)
+    return any(names.get(id(weight), 0) > 1 for weight in weights)
 
 
 def _origin(model: nn.Module) -> Path | None:
@@ -191,4 +201,9 @@ def _manifest(
 def _config(job: _Job) -> dict[str, Any]:
     from ongrid.hf.quantizer import quantization_config
 
-    return {**job.config, "quantization_config": quantization_config(job.plan.quantizers)}
+    config = {**job.config, "quantization_config": quantization_config(job.plan.quantizers)}
+    if job.unties:
+        config["tie_word_embeddings"] = False
+        if "tie_word_embeddings" in config.get("text_config", {}):
+            config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    return config

@@ -62,7 +62,9 @@ def differences(model: Any, found: Capture, seen: list[list[tuple[Tensor, Tensor
         replay.advance(layer)
         for batch, (x, y) in enumerate(of_batch[index] for of_batch in seen):
             wrong += [f"input of {index}, batch {batch}"] * (not torch.equal(before[batch], x))
-            wrong += [f"output of {index}, batch {batch}"] * (not torch.equal(found.hidden[batch], y))
+            wrong += [f"output of {index}, batch {batch}"] * (
+                not torch.equal(found.hidden[batch], y)
+            )
     return wrong
 
 

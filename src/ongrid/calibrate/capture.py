@@ -118,9 +118,10 @@ def capture(model: nn.Module, stack: Stack, drive: Drive) -> Capture:
     with recorder.installed():
         drive(model)
     found = recorder.capture
-    if not found.hidden:
+    if not found.tokens:
         raise CalibrationError(
-            "the calibration set has no batch", remedy="Give at least one batch of token ids."
+            "the calibration set has no token" if found.hidden else "the calibration set has no batch",
+            remedy="Give at least one batch of token ids whose mask is not all zero.",
         )
     return found
 

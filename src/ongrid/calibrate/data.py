@@ -34,16 +34,18 @@ def read_calls(model: nn.Module, batches: Batches) -> list[ModelCall]:
 
     A function is run once with the model's forward replaced by a note-taker; nothing is computed, so
     it cannot look at outputs. Rows that are padded on the left get the positions that generation would
-    give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty set, and for
-    entries that are neither tensors nor dictionaries.
+    give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty set or
+    batch, for entries that are neither tensors nor dictionaries, and for what the model does not take.
     """
     calls = _noted(model, batches) if callable(batches) else [_call(entry) for entry in batches]
     if not calls:
         raise CalibrationError(
             "the calibration set has no batch", remedy="Give at least one batch of token ids."
         )
-    accepted = inspect.signature(model.forward).parameters
-    return [ModelCall(call.args, _completed(call.kwargs, accepted)) for call in calls]
+    signature = inspect.signature(model.forward)
+    for number, call in enumerate(calls):
+        _check(call, signature, f"calibration batch {number}")
+    return [ModelCall(call.args, _completed(call.kwargs, signature.parameters)) for call in calls]
 
 
 def data_fingerprint(calls: list[ModelCall]) -> dict[str, Any]:
@@ -69,6 +71,30 @@ def _call(entry: Any) -> ModelCall:
         f"a calibration batch is a {type(entry).__name__}",
         remedy="Give tensors of token ids [rows tokens], or dictionaries of the model's arguments.",
     )
+
+
+def _check(call: ModelCall, signature: inspect.Signature, where: str) -> None:
+    try:
+        ids = signature.bind_partial(*call.args, **call.kwargs).arguments.get("input_ids")
+    except TypeError as error:
+        raise CalibrationError(
+            f"the model does not take these arguments: {error}",
+            where=where,
+            remedy="Give dictionaries of the model's arguments and nothing else.",
+        ) from None
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise CalibrationError(
+            f"input_ids are {found}, not integers [rows tokens]",
+            where=where,
+            remedy="Tokenize with return_tensors='pt', one row a text.",
+        )
+    if not ids.numel():
+        raise CalibrationError(
+            f"input_ids {tuple(ids.shape)} hold no token", where=where, remedy="Leave it out."
+        )
 
 
 def _noted(model: nn.Module, loop: Callable[[nn.Module], object]) -> list[ModelCall]:

@@ -101,8 +101,10 @@ class Gptq(AbstractAlgorithm):
     propagate: Propagation = "quantized"
 
     def __post_init__(self) -> None:
-        if not self.damp > 0:
-            raise ConfigError(f"damp must be positive, not {self.damp}", where="gptq")
+        if not 0 < self.damp <= _MOST_DAMPING:
+            raise ConfigError(
+                f"damp must be above 0 and at most {_MOST_DAMPING:g}, not {self.damp}", where="gptq"
+            )
         if self.block < 1:
             raise ConfigError(f"block must be at least 1, not {self.block}", where="gptq")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ongrid.calibrate.capture import Capture
 from ongrid.errors import NonFiniteError, StructureError
-from ongrid.nn import QuantLinear, bypassed, held, quant_linears
+from ongrid.nn import ActivationQuantizer, QuantLinear, bypassed, held, quant_linears
 
 Propagation = Literal["quantized", "float"]
 """Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
@@ -85,12 +85,16 @@ class Replay:
         One execution of the layer per batch, with float weights. `activations` says whether its
         activation quantizers are live meanwhile. Linears that are fed the same tensor in every
         batch, through equal quantizers, share one reduction: the same object stands under each of
-        their paths. Raises `NonFiniteError` for a NaN or an infinity, `StructureError` for a named
-        module that a batch never reaches.
+        their paths. A module that no batch reaches keeps an empty reduction. Raises
+        `NonFiniteError` for a NaN or an infinity, `StructureError` for a module that is called more
+        than once in a batch, or whose input is overwritten or has lost sight of the padding.
         """
+        live = activations and any(isinstance(m, ActivationQuantizer) for m in layer.modules())
+        if live:
+            self.settle(layer)
         shared: _Sharing[R] = _Sharing(layer, paths, make)
         outputs = []
-        float_run = self.propagate == "float" and not activations
+        float_run = self.propagate == "float" and not live
         with shared.watching(), bypassed(layer, activations=not activations):
             for batch, hidden in enumerate(self._progress(self.hidden)):
                 outputs.append(self._run(layer, batch, hidden))
@@ -175,6 +179,12 @@ class _Sharing(Generic[R]):
             quantizer = module.input_quantizer
 
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if path in self.fed:
+                raise StructureError(
+                    "is called more than once in one execution of its layer",
+                    where=path,
+                    remedy="Keep it in float (grid: null): its statistics would miss some inputs.",
+                )
             settings = ""
             if quantizer is not None and not quantizer.bypassed:
                 stored = () if quantizer.scale is None else (quantizer.scale, quantizer.zero)

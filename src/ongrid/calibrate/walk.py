@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
-from ongrid.calibrate.capture import Capture, capture
+from ongrid.calibrate.capture import Capture, capture, evaluating
 from ongrid.calibrate.data import ModelCall, run_all
 from ongrid.calibrate.replay import Replay
 from ongrid.errors import OngridError
 from ongrid.grid import QTensor
-from ongrid.nn import freeze, insert, place, quant_linears
+from ongrid.nn import (
+    LinearSite,
+    QuantizerSpec,
+    freeze,
+    insert,
+    insert_empty,
+    place,
+    quant_linears,
+)
 from ongrid.recipe import Plan
 from ongrid.store.artifact import REST, Artifact, layer_segment
 from ongrid.store.paging import AbstractSource
@@ -55,9 +63,11 @@ def walk(
     """Quantizes a model by a plan, in place, and writes each finished part to the artifact.
 
     `calls` is empty where no quantizer needs data. Returns the notes of the linears quantized in
-    this run. An artifact that already holds finished layers is continued.
+    this run. An artifact that already holds finished layers is continued; into a model in memory they
+    are put back.
     """
-    return _Walk(model, plan, algorithm, source, list(calls), artifact, on_progress).run()
+    with evaluating(model):
+        return _Walk(model, plan, algorithm, source, list(calls), artifact, on_progress).run()
 
 
 class _Walk:
@@ -80,6 +90,7 @@ class _Walk:
         self.on_progress = on_progress
         self.layers = plan.stack.size
         self.index = 0
+        self.rest_done = artifact is not None and artifact.record(REST) is not None
         self.replay = Replay(Capture(), algorithm.propagate, self._report)
 
     def _report(self, done: int, total: int, phase: str = "forward") -> None:
@@ -89,6 +100,8 @@ class _Walk:
     def run(self) -> Notes:
         notes: Notes = {}
         start, kept = self._resume_point()
+        if self.source.stays:
+            self._put_back(start)
         last = self._last_layer_with_need()
         if last >= start:
             with self.source.on_demand(self.plan.stack.path):
@@ -98,7 +111,7 @@ class _Walk:
         for self.index in range(start, self.layers):
             notes |= self._layer(feeds_on=self.index < last)
         self.index = self.layers
-        if self.artifact is None or self.artifact.record(REST) is None:
+        if not self.rest_done:
             notes |= self._rest()
         return notes
 
@@ -124,7 +137,7 @@ class _Walk:
         """The last layer whose inputs something needs: itself, or what lies outside; -1 for none."""
         if not self.calls:
             return -1
-        if self.algorithm.needs_inputs(self.plan.outside()):
+        if not self.rest_done and self.algorithm.needs_inputs(self.plan.outside()):
             return self.layers
         needy = [
             index
@@ -132,6 +145,25 @@ class _Walk:
             if self.algorithm.needs_inputs(self.plan.within(path)[0])
         ]
         return max(needy, default=-1)
+
+    def _put_back(self, layers: int) -> None:
+        """Puts what an earlier run has finished into a model in memory."""
+        assert self.artifact is not None or not layers
+        for index, path in enumerate(self.plan.stack.paths[:layers]):
+            layer = self.model.get_submodule(path)
+            insert_empty(layer, *self.plan.within(path))
+            self._load(layer_segment(index), path)
+        if self.rest_done:
+            with _hidden_layers(self.model, self.plan):
+                insert_empty(self.model, *self._outside())
+                self._load(REST, "")
+
+    def _load(self, segment: str, path: str) -> None:
+        assert self.artifact is not None
+        head = f"{path}." if path else ""
+        stored = {n.removeprefix(head): t for n, t in self.artifact.read(segment).items()}
+        # A tied weight is stored under one of its names.
+        self.model.get_submodule(path).load_state_dict(stored, strict=False)
 
     # ---- one layer --------------------------------------------------------------------------------
 
@@ -149,6 +181,7 @@ class _Walk:
                 self.replay.settle(layer)
             frozen = freeze(layer)
             used = self._advance(layer, feeds_on)
+        self._check(frozen, used)
         if self.artifact is not None:
             if feeds_on:
                 hidden = {str(i): h.contiguous() for i, h in enumerate(self.replay.hidden)}
@@ -156,7 +189,6 @@ class _Walk:
             self._write(layer_segment(self.index), path, layer, notes, used)
             self.artifact.drop_inputs(self.index)
             self.source.drop(path)
-        self._check(frozen, used)
         self._report(1, 1, "done")
         return {f"{path}.{name}": note for name, note in notes.items()}
 
@@ -196,9 +228,12 @@ class _Walk:
 
     # ---- what lies outside the layers ---------------------------------------------------------------
 
+    def _outside(self) -> tuple[dict[str, QuantizerSpec], dict[str, LinearSite]]:
+        holds = self.plan.stack.holds
+        return self.plan.outside(), {p: s for p, s in self.plan.sites.items() if not holds(p)}
+
     def _rest(self) -> Notes:
-        specs = self.plan.outside()
-        sites = {path: self.plan.sites[path] for path in self.plan.sites if not self.plan.stack.holds(path)}
+        specs, sites = self._outside()
         with _hidden_layers(self.model, self.plan) as emit:
             self.source.page_in("")
             self._report(0, 1, "outside")
@@ -211,10 +246,10 @@ class _Walk:
             notes = self.algorithm.run(self.model, self.replay) if specs else {}
             frozen = freeze(self.model)
             used = {path: linear.weight for path, linear in quant_linears(self.model).items()}
+            self._check(frozen, used)
             if self.artifact is not None:
                 self._write(REST, "", self.model, notes, used)
                 self.artifact.drop_inputs(self.layers)
-            self._check(frozen, used)
         self._report(1, 1, "done")
         return notes
 

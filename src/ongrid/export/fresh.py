@@ -1,9 +1,9 @@
 """What a new process computes from an artifact: `python -m ongrid.export.fresh FOLDER`.
 
-Every matrix is loaded as a served model loads it, its stored tensors put into a `CodedWeight`, and
-multiplied with as nothing but `forward()` gives it. The last line printed is JSON, the linear's path
-to the hash of that matrix. `verify` runs this module; another one that keeps to the same output may
-take its place.
+Every matrix is loaded as a served model loads it: its stored tensors become the state of a
+`CodedWeight`, whose `forward()` gives the matrix that the layer multiplies with. The last line
+printed is JSON: by the path of the linear, the hash of that matrix. `verify` runs this module;
+another one that keeps to this output may take its place.
 """
 
 from __future__ import annotations

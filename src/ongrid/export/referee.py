@@ -1,9 +1,9 @@
 """The referee: a second decoder of artifacts, which exists to disagree with the first.
 
 It shares nothing with `ongrid.grid`, `ongrid.nn` and `ongrid.store`: numpy and the standard library
-read the safetensors bytes, parse the grid's string, unpack the codes and round to the compute dtype
-by other means than theirs. Two decoders that were written apart and agree in every bit are the proof;
-so nothing here may ever be replaced by a call to what it judges.
+read the safetensors bytes, parse the grid's string, unpack the codes and round to the compute
+dtype by other means than theirs. That two decoders, written apart, agree in every bit is the proof:
+nothing here may ever be replaced by a call to what it judges.
 
 With q a code, v(q) its level, s the scale and z or b the zero of its block, a number is
 
@@ -32,7 +32,7 @@ from ongrid.errors import OngridError, StoreError, VerifyError
 _CHUNK = 1 << 18  # numbers decoded at a time: float32 and bit planes of this many stay in the cache
 _DAMAGED = "The file is damaged: fetch it or write it again."
 
-# Safetensors' tag of a stored dtype -> the numpy dtype of its bytes, and the name in a grid's string.
+# By safetensors' tag of a dtype: the numpy dtype of the bytes, and the word of a grid's string.
 # numpy has no bfloat16: its bytes are read as the integers that they also are.
 _STORED = {
     "U8": (np.dtype("<u1"), "code"),
@@ -64,7 +64,7 @@ class Decoded:
 
 
 class Stored(NamedTuple):
-    """A tensor as it lies in a file: safetensors' tag of its dtype, its shape, its bytes (uint8)."""
+    """A tensor as it lies in a file: safetensors' tag of its dtype, its shape, its bytes, uint8."""
 
     tag: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class Referee:
             raise error.at(path) from None
 
     def recorded(self, path: str) -> str | None:
-        """The hash of the matrix that its layer multiplied with, as recorded when it was written."""
+        """The hash of the matrix that the layer multiplied with, recorded when it was written."""
         header = self._header(self._home(path))
         try:
             recorded = json.loads(header["__metadata__"]["ongrid"])["used"][path]
@@ -132,21 +132,22 @@ class Referee:
         return self._headers[file]
 
     def _read(self, file: str, name: str, info: Any) -> Stored:
-        try:
-            tag, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-            dtype, _ = _STORED[tag]
-            sizes = [int(n) for n in (start, end, *shape)]
-        except (KeyError, TypeError, ValueError):
-            raise _unfit(f"{file}: no tensor of a grid: {name} {info}") from None
-        if min(sizes) < 0 or math.prod(shape) * dtype.itemsize != end - start:
-            raise _unfit(f"{file}: {name} {info} contradicts itself")
+        match info:
+            case {"dtype": str(tag), "shape": [*shape], "data_offsets": [int(start), int(end)]} if (
+                tag in _STORED
+                and all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
+                and math.prod(shape) * _STORED[tag][0].itemsize == end - start
+            ):
+                pass
+            case _:
+                raise _unfit(f"{file}: its header describes {name} as {info}")
         with (self.folder / file).open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             stream.seek(8 + length + start)
             data = np.fromfile(stream, np.uint8, end - start)
         if data.size != end - start:
             raise _unfit(f"{file}: ends inside {name}")
-        return Stored(tag, shape, data)
+        return Stored(tag, tuple(shape), data)
 
 
 def decode(grid: str, shape: tuple[int, int], dtype: str, tensors: Mapping[str, Stored]) -> Decoded:
@@ -156,22 +157,22 @@ def decode(grid: str, shape: tuple[int, int], dtype: str, tensors: Mapping[str, 
     for no numbers.
     """
     left = dict(tensors)
-    size, rounding = _ROUNDINGS[dtype]
-    bits, row = np.empty(shape, size), 0
+    rounding = _ROUNDINGS[dtype]
+    rounded: list[np.ndarray] = []
     for numbers in _numbers(_parse(grid), shape, left, left.pop("order", None)):
         nans = int(np.isnan(numbers).sum())
         if nans:
-            raise VerifyError(f"{nans} numbers from row {row} on are NaN", remedy=_DAMAGED)
-        bits[row : row + len(numbers)] = rounding(numbers)
-        row += len(numbers)
+            raise VerifyError(f"{nans} of the numbers that its codes stand for are NaN")
+        rounded.append(rounding(numbers))
     if left:
         raise _unfit(f"{grid} has no tensor {', '.join(sorted(left))}")
+    bits = np.concatenate(rounded)
     digest = hashlib.sha256(json.dumps([dtype, list(shape)]).encode() + b"\n")
-    digest.update(memoryview(bits.reshape(-1).view(np.uint8)))
+    digest.update(bits.data)
     return Decoded(shape, dtype, bits, digest.hexdigest())
 
 
-# ---- the arithmetic -------------------------------------------------------------------------------
+# ---- the arithmetic -----------------------------------------------------------------------------
 
 
 def _numbers(
@@ -246,7 +247,7 @@ def _take(tensors: dict[str, Stored], name: str, kind: str, shape: tuple[int, ..
 
 
 def _round_bfloat16(x: np.ndarray) -> np.ndarray:
-    """The upper half of a float32, one up if the lower half is above the middle, or on it and odd."""
+    """The upper half of a float32, one up if the lower is past its middle, or on it and odd."""
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -260,15 +261,15 @@ def _round_float32(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint32)
 
 
-# By compute dtype: the integers of its bit patterns, and the one rounding from float32.
+# By compute dtype: the one rounding, from float32 to bit patterns.
 _ROUNDINGS = {
-    "bfloat16": (np.uint16, _round_bfloat16),
-    "float16": (np.uint16, _round_float16),
-    "float32": (np.uint32, _round_float32),
+    "bfloat16": _round_bfloat16,
+    "float16": _round_float16,
+    "float32": _round_float32,
 }
 
 
-# ---- the meaning of a grid's string ---------------------------------------------------------------
+# ---- the meaning of a grid's string -------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,7 +347,7 @@ def _small_floats(exponent: int, mantissa: int) -> np.ndarray:
     return np.where(sign == 1, -values, values)
 
 
-# ---- files ----------------------------------------------------------------------------------------
+# ---- files --------------------------------------------------------------------------------------
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -264,14 +264,14 @@ class Grid:
         if isinstance(self.scale, Grid):
             return self._on_scale_grid(self.scale, s)
         stored = s.to(self.scale)
+        least = smallest_scale(self.scale)
+        stored = torch.where(stored >= least, stored, torch.zeros_like(stored))
         tiny = torch.finfo(self.scale).tiny
         short = (stored.float() < s) & (s < tiny) & (stored > 0)
         if bool(short.any()):
-            stored = torch.where(
-                short, (stored.float() + _smallest(self.scale)).to(self.scale), stored
-            )
+            stored = torch.where(short, (stored.float() + least).to(self.scale), stored)
         self._check_stored("scale", s, stored)
-        idle = 1.0 if self.levels.has_zero else _smallest(self.scale)
+        idle = 1.0 if self.levels.has_zero else least
         return torch.where(stored > 0, stored, torch.full_like(stored, idle))
 
     def _check_stored(self, noun: str, numbers: Tensor, stored: Tensor) -> None:
@@ -385,9 +385,13 @@ class Grid:
         return bits
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The smallest positive number of a floating-point dtype."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+def smallest_scale(dtype: torch.dtype) -> float:
+    """The smallest scale that is stored in a dtype: one that is a normal number in float32.
+
+    Some devices take smaller ones for 0, and a level times a smaller one may be 0.
+    """
+    info = torch.finfo(dtype)
+    return max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
 
 
 def _grouped(w: Tensor, rows: int, cols: int) -> Tensor:

@@ -27,6 +27,7 @@ from ongrid.grid.grid import (
     _spread,
     decode_values,
     encode_values,
+    smallest_scale,
 )
 
 # ruff: noqa: ANN001 - autograd's setup_context and backward have fixed signatures.
@@ -57,9 +58,8 @@ def store_scale(s: Tensor, grid: str) -> Tensor:
     parsed = Grid.parse(grid)
     if not isinstance(parsed.scale, torch.dtype):
         raise ValueError(f"{grid} stores no scale in a dtype")
-    info = torch.finfo(parsed.scale)
-    smallest = info.smallest_normal * info.eps
-    return s.float().clamp(smallest, info.max).to(parsed.scale).float()
+    least, most = smallest_scale(parsed.scale), torch.finfo(parsed.scale).max
+    return s.float().clamp(least, most).to(parsed.scale).float()
 
 
 @torch.library.custom_op("ongrid::store_zero", mutates_args=())

@@ -128,6 +128,10 @@ class Artifact:
         """What was recorded with a segment, or None unless it lies there undamaged."""
         return _verified(self._file(segment))
 
+    def read(self, segment: str) -> dict[str, Tensor]:
+        """The tensors of a segment that is done."""
+        return _tensors(self._file(segment))
+
     def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the inputs of a layer for a later run, and drops those of the layers before."""
         (self.folder / RESUME_FOLDER).mkdir(exist_ok=True)
@@ -142,8 +146,7 @@ class Artifact:
         """The kept inputs of a layer, or None unless they lie there undamaged."""
         if _verified(self._inputs_file(index)) is None:
             return None
-        file = ShardFile(self._inputs_file(index))
-        return {name: file.read(name) for name in file.infos}
+        return _tensors(self._inputs_file(index))
 
     def finish(self, config: Mapping[str, Any], side_files: Sequence[Path]) -> None:
         """Completes the artifact: side files byte for byte, index, manifest, and last the config."""
@@ -300,18 +303,36 @@ def _continued(folder: Path, manifest: Manifest, accept: Collection[str]) -> Art
         if name in accept:
             accepted.add(name)
             continue
-        problems.append(
-            ResumeError(
-                f"was begun with {name} {_show(before)}, now {_show(now)}",
-                where=str(folder),
-                remedy=f"Use what it was begun with, a new output folder, or accept={name!r}.",
+        for field_, was, now_is in _differing(name, before, now):
+            problems.append(
+                ResumeError(
+                    f"was begun with {field_} {_show(was)}, now {_show(now_is)}",
+                    where=str(folder),
+                    remedy=f"Use what it was begun with, a new output folder, or accept=[{name!r}].",
+                )
             )
-        )
     raise_all(problems)
     if accepted != set(begun.accepted) and not complete:
         begun.accepted[:] = sorted(accepted)
         write_json(folder / MANIFEST_FILE, {**asdict(begun), "complete": False})
     return Artifact(folder, begun, complete=complete)
+
+
+def _differing(name: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The innermost parts in which two JSON values differ, each with its path."""
+    match before, now:
+        case dict(), dict():
+            parts = [(f".{key}", key) for key in sorted({**before, **now})]
+            before_of, now_of = before.get, now.get
+        case list(), list() if len(before) == len(now):
+            parts = [(f"[{index}]", index) for index in range(len(now))]
+            before_of, now_of = before.__getitem__, now.__getitem__
+        case _:
+            if before != now:
+                yield name, before, now
+            return
+    for suffix, key in parts:
+        yield from _differing(name + suffix, before_of(key), now_of(key))
 
 
 def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
@@ -336,6 +357,11 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
         ) from None
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError, ConfigError) as error:
         raise StoreError(f"the manifest is damaged: {error}", where=str(path)) from None
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    file = ShardFile(path)
+    return {name: file.read(name) for name in file.infos}
 
 
 def _verified(path: Path) -> dict[str, Any] | None:

@@ -22,6 +22,9 @@ from ongrid.store.shards import ShardFolder, tensor_hash
 class AbstractSource(ABC):
     """Where the weights of a model come from."""
 
+    stays: bool
+    """Whether finished modules stay in memory, to be used when the walk is over."""
+
     @abstractmethod
     def digest(self) -> str:
         """A hash of all weights."""
@@ -55,6 +58,8 @@ class AbstractSource(ABC):
 class LiveSource(AbstractSource):
     """A model in memory."""
 
+    stays = True
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         hollow = [name for name, p in model.named_parameters() if p.is_meta]
@@ -70,8 +75,8 @@ class LiveSource(AbstractSource):
 
     def page_in(self, path: str) -> None:
         problems: list[OngridError] = []
-        for name, parameter in self.model.get_submodule(path).named_parameters():
-            problems += _not_finite(f"{path}.{name}", parameter)
+        for name, parameter in self.model.get_submodule(path).named_parameters(path):
+            problems += _not_finite(name, parameter)
         raise_all(problems)
 
     def page_out(self, path: str) -> None: ...
@@ -91,6 +96,8 @@ class ShardSource(AbstractSource):
     `names` maps parameter (and persistent buffer) names of the model to tensor names of the folder.
     Parameters that the model ties stay one object.
     """
+
+    stays = False
 
     def __init__(self, model: nn.Module, folder: ShardFolder, names: Mapping[str, str]) -> None:
         self.model = model
