@@ -66,7 +66,7 @@ def quantize(
     console.print(chosen.explain(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{chosen.bits_per_weight:.3f} bits per quantized weight", highlight=False)
     batches = None if data is None else _Lazy(model, data, seqlen, rows)
-    with shown(console, f"{algorithm} {recipe}") as on_progress:
+    with shown(console, f"{Path(recipe).stem} {algorithm}") as on_progress:
         run_quantize(
             model,
             recipe,

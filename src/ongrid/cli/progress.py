@@ -79,6 +79,7 @@ def _lines(console: Console, title: str) -> OnProgress:
             console.print(
                 f"{title}: {step.segment + 1}/{step.segments}, left {_clock(left)}",
                 highlight=False,
+                soft_wrap=True,
             )
 
     return on_progress
