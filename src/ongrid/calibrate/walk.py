@@ -20,7 +20,7 @@ from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
 from ongrid.calibrate.capture import Capture, capture, evaluating
 from ongrid.calibrate.data import ModelCall, run_all
 from ongrid.calibrate.replay import Replay
-from ongrid.errors import OngridError
+from ongrid.errors import OngridError, ResumeError
 from ongrid.grid import QTensor
 from ongrid.nn import (
     LinearSite,
@@ -106,6 +106,7 @@ class _Walk:
         if last >= start:
             with self.source.on_demand(self.plan.stack.path):
                 found = capture(self.model, self.plan.stack, run_all(self.calls))
+            self._check_kept(found, kept)
             self.replay = Replay(found, self.algorithm.propagate, self._report)
             self.replay.enter(start, kept)
         for self.index in range(start, self.layers):
@@ -132,6 +133,18 @@ class _Walk:
             if kept is not None:
                 return index, [kept[str(i)] for i in range(len(kept))]
         return 0, None
+
+    def _check_kept(self, found: Capture, kept: list[Tensor] | None) -> None:
+        """Data may differ where the caller accepts it, but not so that kept inputs fit no batch."""
+        shapes = [tuple(h.shape) for h in kept or found.hidden]
+        if shapes != [tuple(h.shape) for h in found.hidden]:
+            assert self.artifact is not None
+            raise ResumeError(
+                f"the kept inputs are of other batches: {len(shapes)}, now {len(found.hidden)}, "
+                "or of other sizes",
+                where=str(self.artifact.folder),
+                remedy="Use the data it was begun with, or a new output folder.",
+            )
 
     def _last_layer_with_need(self) -> int:
         """The last layer whose inputs something needs: itself, or what lies outside; -1 for none."""

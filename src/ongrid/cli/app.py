@@ -95,20 +95,18 @@ def inspect(folder: Folder) -> None:
     grids: dict[str, int] = {}
     for entry in manifest.matrices.values():
         grids[entry["grid"]] = grids.get(entry["grid"], 0) + 1
-    table = Table(show_header=False, box=None)
-    table.add_row("recipe", str(manifest.recipe["name"]))
-    table.add_row("algorithm", _settings(manifest.algorithm))
+    _fact("recipe", manifest.recipe["name"])
+    _fact("algorithm", _settings(manifest.algorithm))
     for grid, count in sorted(grids.items()):
-        table.add_row("matrices", f"{count} on {grid}")
+        _fact("matrices", f"{count} on {grid}")
     for path, why in sorted(manifest.kept.items())[:10]:
-        table.add_row("kept float", f"{path} ({why})")
-    table.add_row("size", f"{artifact.size_bytes() / 1e6:.1f} MB")
+        _fact("kept float", f"{path} ({why})")
+    _fact("size", f"{artifact.size_bytes() / 1e6:.1f} MB")
     for name, value in sorted(manifest.fingerprint.items()):
         if name not in ("recipe", "algorithm"):
-            table.add_row(name, value if isinstance(value, str) else json.dumps(value))
+            _fact(name, value if isinstance(value, str) else json.dumps(value))
     if manifest.accepted:
-        table.add_row("accepted", ", ".join(manifest.accepted))
-    console.print(table)
+        _fact("accepted", ", ".join(manifest.accepted))
     _notes(artifact)
 
 
@@ -177,6 +175,10 @@ class _Lazy:
         from ongrid.hf import calibration_batches
 
         return iter(calibration_batches(self.model, self.data, seqlen=self.seqlen, rows=self.rows))
+
+
+def _fact(name: str, value: str) -> None:
+    console.print(f"{name:<12} {value}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _tensor_bytes(folder: Path) -> int:

@@ -256,8 +256,9 @@ class Grid:
         """Scales in their stored form: finite and positive, else `GridError`.
 
         A scale that would be stored as 0 becomes 1: its whole block is far below one step and
-        decodes to zeros; where zero is no level, it becomes the smallest number instead. A scale in the subnormal range of its dtype is rounded up, where rounding
-        down could clip the block by a large factor.
+        decodes to zeros. Where zero is no level, it becomes the smallest scale instead. A scale in
+        the subnormal range of its dtype is rounded up, where rounding down could clip the block by
+        a large factor.
         """
         if self.scale is None:
             return None
