@@ -19,7 +19,7 @@ from ongrid.export import Verification, verify
 from ongrid.export.referee import Referee
 from ongrid.grid import QTensor
 from ongrid.store.artifact import REST, Artifact, layer_segment
-from ongrid.store.shards import INDEX_FILE, ShardFile, tensor_hash
+from ongrid.store.shards import INDEX_FILE, ShardFile, tensor_hash, write_shard
 
 
 @pytest.fixture(scope="session")
@@ -389,6 +389,24 @@ def test_a_stray_file_is_found(folder: Path) -> None:
     assert {failure.where for failure in found.failures} == {
         str(folder / "model-stray.safetensors")
     }
+
+
+def test_a_file_that_the_index_forgot_is_found(folder: Path) -> None:
+    rest = f"model-{REST}.safetensors"
+
+    def change(plain: Any) -> None:
+        kept = {name: file for name, file in plain["weight_map"].items() if file != rest}
+        plain["weight_map"] = kept
+
+    edit_json(folder, INDEX_FILE, change)
+    assert_names(proof(folder), str(folder / rest), "the index does not list")
+
+
+def test_a_file_that_the_manifest_forgot_is_found(folder: Path) -> None:
+    stray = "model-stray.safetensors"
+    write_shard(folder / stray, {"stray.weight": torch.ones(3)}, {})
+    edit_json(folder, INDEX_FILE, lambda plain: plain["weight_map"].update({"stray.weight": stray}))
+    assert_names(proof(folder), str(folder / stray), "ongrid.json does not list")
 
 
 def test_a_header_that_contradicts_itself_is_found(folder: Path) -> None:

@@ -104,7 +104,7 @@ def test_strings_that_are_no_grid(text: str, says: str):
 
 def test_a_grid_that_no_string_names_cannot_be_built():
     int4 = Int(4)
-    with pytest.raises(GridError, match="scales are stored in fp16, bf16, fp32, not torch.float64"):
+    with pytest.raises(GridError, match=r"stored in fp16, bf16, fp32, not torch\.float64"):
         Grid(int4, Blocks(1, 64), torch.float64)
     with pytest.raises(GridError, match="scales are stored in"):
         Grid(Int(4, signed=False), Blocks(1, 64), torch.float16, "shift", torch.float64)
@@ -274,29 +274,24 @@ def test_numbers_too_large_for_fp16_are_refused_with_a_grid_that_holds_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "lo", "hi"),
     [
-        ("int4.8.sym.fp32", 6e4),  # -8 steps of 6e4 / 7
-        ("uint4.8.shift.fp32", 65504.0),
-        ("e2m1.8.sym.[e8m0.tensor.sym.one]", 65504.0),
+        ("int4.8.sym.fp32", 0.0, 6e4),  # reaches down to -8 steps of 6e4 / 7
+        ("int4.8.code.fp32", -6.5e4, 3.7e4),  # steps of 6800, zero at 10
+        ("uint4.8.shift.fp32", -65504.0, 65600.0),
+        ("e4m3.8.sym.[e8m0.tensor.sym.one]", 0.0, 448 * 200.0),  # a scale of 256
     ],
 )
-def test_a_grid_that_leaves_the_compute_dtype_is_refused(name: str, number: float):
+def test_a_grid_that_leaves_the_compute_dtype_is_refused(name: str, lo: float, hi: float):
     grid = Grid.parse(name)
-    w = torch.zeros(1, 8, dtype=torch.float16)
-    w[0, 0] = number
-    if grid.zero == "shift":
-        w[0, 1] = -number
-        grid.fit(w)  # ends exactly at the largest number
-        w = w.float() * 1.001
-    with pytest.raises(GridError, match=r"not finite in torch.float16") as raised:
+    w = torch.zeros(1, 8)
+    w[0, 0], w[0, 1] = lo, hi
+    with pytest.raises(GridError, match=r"not finite in torch\.float16") as raised:
         grid.fit(w, torch.float16)
     assert raised.value.remedy == "Compute in bfloat16 or float32."
     for dtype in (torch.bfloat16, torch.float32):
-        scale, zero = grid.fit(w, dtype)
-        assert bool(
-            grid.decode(Parts(grid.encode(w, scale, zero), scale, zero), dtype).isfinite().all()
-        )
+        assert bool(grid.decode(grid.quantize(w, dtype), dtype).isfinite().all())
+    grid.fit(w / 2, torch.float16)
 
 
 def test_the_compute_dtype_is_the_matrixs_own_unless_said():

@@ -90,7 +90,7 @@ class QTensor:
         if bad:
             raise GridError(f"{bad} of {scales.numel()} scales are not finite and positive")
         if self.grid.zero == "code" and self.parts.zero is not None:
-            bad = int((self.parts.zero >= 2**self.grid.levels.bits).sum())
+            bad = int((self.parts.zero > 2**self.grid.levels.bits - 1).sum())
             if bad:
                 raise GridError(
                     f"{bad} of {self.parts.zero.numel()} zeros are no {self.grid} codes"
