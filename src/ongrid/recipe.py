@@ -7,9 +7,9 @@ A recipe is a YAML file:
       - {match: "*.weight_quantizer", grid: int4.64.code.fp16}
       - {match: "<outside>", grid: null}
 
-A rule matches quantizer paths with `*`, `?` and `[]`. The last rule that matches decides, and `null`
-keeps float. `<outside>` stands for everything outside the decoder layers. A pattern that matches
-nothing is an error, unless its rule says `optional: true`.
+A rule matches quantizer paths with `*`, `?` and `[]`. The last rule that matches decides, and
+`null` keeps float. `<outside>` stands for everything outside the decoder layers. A pattern that
+matches nothing is an error, unless its rule says `optional: true`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class Recipe:
             if f"{site}.{WEIGHT}" not in specs
             for index in [decided.get(f"{site}.{WEIGHT}")]
         }
-        return Plan(self, stack, specs, {s: sites[s] for s in group_by_linear(specs)}, kept, decided)
+        return Plan(
+            self, stack, specs, {s: sites[s] for s in group_by_linear(specs)}, kept, decided
+        )
 
     def _misfits(
         self,
@@ -135,7 +137,9 @@ class Recipe:
                 try:
                     _check_spec(kind, spec, of_linear, sites[linear])
                 except (GridError, RecipeError) as error:
-                    alike.setdefault((index, error.what, error.remedy), []).append(f"{linear}.{kind}")
+                    alike.setdefault((index, error.what, error.remedy), []).append(
+                        f"{linear}.{kind}"
+                    )
         return [
             GridError(
                 f"{what} (rule {index + 1}, {self.rules[index]})",
@@ -240,7 +244,9 @@ def _from_plain(plain: Any, where: str) -> Recipe:
         try:
             rules.append(_rule(entry))
         except (ConfigError, GridError, RecipeError) as error:
-            problems.append(RecipeError(error.what, where=f"{where}, rule {number}", remedy=error.remedy))
+            problems.append(
+                RecipeError(error.what, where=f"{where}, rule {number}", remedy=error.remedy)
+            )
     raise_all(problems)
     return Recipe(str(plain.get("name", Path(where).stem)), tuple(rules), plain.get("layers"))
 
@@ -293,4 +299,3 @@ def _check_spec(
 
 def _without_indices(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
-

@@ -390,6 +390,19 @@ def test_layers_behind_the_last_that_needs_data_are_not_run():
     assert counts == [2, 2, 0]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"), [("gptq", [2, 1, 1]), ("gptq:propagate=float", [1, 1, 1])]
+)
+def test_a_layer_that_stays_float_is_only_passed(algorithm: str, expected: list[int]):
+    model, plain = toy.build(), toy.build()
+    counts = executions(model)
+    recipe = toy.recipe(WEIGHT, ("*.layers.1.*", None))
+    ongrid.quantize(model, recipe, toy.batches(2), algorithm=algorithm)
+    assert counts == [2 * count for count in expected]
+    kept = plain.model.layers[1].state_dict()
+    assert all(torch.equal(t, kept[n]) for n, t in model.model.layers[1].state_dict().items())
+
+
 def test_observing_needs_no_execution_of_its_own_under_float_propagation():
     """The outputs that it gives on are those of the float layer, whatever is put in it."""
     model, plain = toy.build(), toy.build()

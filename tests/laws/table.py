@@ -6,6 +6,7 @@ Tests take `GRIDS`, the names; `example` gives the smallest matrix that shows wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -130,21 +131,31 @@ def coded_trained(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
     return CodedWeight(q, dtype, train=("scale", "zero") if plain(grid) else ())
 
 
+def coded_ordered(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
+    """As `coded_trained`, with the columns of its groups mixed where there are several groups."""
+    q, groups = QTensor.rounded(grid, example(grid, dtype)), counts(grid)[1]
+    generator = torch.Generator().manual_seed(0)
+    order = (torch.arange(q.shape[1]) % groups)[torch.randperm(q.shape[1], generator=generator)]
+    q = replace(q, order=order.to(torch.int32)) if groups > 1 else q
+    return CodedWeight(q, dtype, train=("scale", "zero") if plain(grid) else ())
+
+
 WEIGHTS: dict[str, Callable[[Grid, torch.dtype], AbstractWeight]] = {
     "latent": latent,
     "coded": coded,
     "coded_trained": coded_trained,
+    "coded_ordered": coded_ordered,
 }
 
 
 def disturb(weight: nn.Module, seed: int = 0) -> None:
-    """Moves trained numbers to where no optimizer should: scales below 0, zeros far outside."""
+    """Moves all parameters to where no training should: scales below 0, zeros far outside."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in weight.named_parameters():
-            noise = torch.randn(p.shape, generator=generator).to(p)
+            noise = torch.randn(p.shape, generator=generator).to(p.dtype)
             if name.endswith("zero"):
-                p += noise * torch.tensor([1.0, 1e3, 1e9])[: p.shape[1] % 3 + 1].amax()
+                p += noise * torch.where(noise > 0, 3, 1e9)
             else:
                 p *= 1 + 2 * noise  # a third of the numbers change their sign
 

@@ -14,20 +14,18 @@ from ongrid.errors import CalibrationError, ConfigError
 from ongrid.nn import WEIGHT, QuantizerSpec
 
 Notes = dict[str, dict[str, Any]]
-"""What an algorithm has to report of each linear, by path: plain numbers and strings, no timings."""
+"""What is reported of each linear, by path: plain numbers and strings, no timings."""
 
 
 class AbstractAlgorithm(ABC):
     """Settings (a frozen dataclass) with one method, `run`.
 
-    Laws: output goes only into the weights and quantizers of `layer`; the same replay gives the same
-    result; in the algorithm's own objective it is never worse than plain rounding on the calibration
-    statistics; the plan is respected.
+    Laws: output goes only into the weights and quantizers of `layer`; the same replay gives the
+    same result; in the algorithm's own objective it is never worse than plain rounding on the
+    calibration statistics; the plan is respected.
     """
 
-    @property
-    @abstractmethod
-    def propagate(self) -> Propagation: ...
+    propagate: Propagation
 
     @abstractmethod
     def needs_inputs(self, specs: Mapping[str, QuantizerSpec]) -> bool:

@@ -29,11 +29,11 @@ Drive = Callable[[nn.Module], object]
 _HIDDEN = "hidden_states"
 
 _FORMS = range(4)
-"""A layer's output as its parent takes it: a bare hidden state, or a tuple of 1, 2, 3 with it first."""
+"""A layer's output as its parent takes it: bare, or first in a tuple of 1, 2 or 3."""
 
 
 class _Stop(BaseException):
-    """Ends a model's forward after its last layer; no `except Exception` of a model may catch it."""
+    """Ends a model's forward after its last layer; no model's `except Exception` catches it."""
 
 
 class _OtherForm(BaseException):
@@ -60,7 +60,7 @@ class Call:
                 f"{type(layer).__name__} returned {type(first).__name__}"
                 f"{tuple(first.shape) if isinstance(first, Tensor) else ''}, "
                 f"not a hidden state {tuple(hidden.shape)}",
-                remedy="Only layers that map a hidden state to one of the same shape can be walked.",
+                remedy="Only layers that keep the shape of the hidden state can be walked.",
             )
         return first
 
@@ -70,7 +70,7 @@ class Capture:
     """What enters the first layer and how every layer is called, batch by batch."""
 
     hidden: list[Tensor] = field(default_factory=list)
-    calls: list[list[Call]] = field(default_factory=list)
+    calls: list[list[Any]] = field(default_factory=list)
     """`calls[layer][batch]`; what layers share of a batch is one object."""
     keep: list[Bool[Tensor, "rows tokens"] | None] = field(default_factory=list)
     """Which positions hold tokens rather than padding; None where all do."""
@@ -93,7 +93,7 @@ class Capture:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the context a model is in eval mode; afterwards each module is in its own mode again."""
+    """Within the context a model is in eval mode; then each module is in its own mode again."""
     # Weak: a module that is dropped or replaced meanwhile must not keep its memory.
     modes = weakref.WeakKeyDictionary({module: module.training for module in model.modules()})
     mode = model.training
@@ -120,7 +120,9 @@ def capture(model: nn.Module, stack: Stack, drive: Drive) -> Capture:
     found = recorder.capture
     if not found.tokens:
         raise CalibrationError(
-            "the calibration set has no token" if found.hidden else "the calibration set has no batch",
+            "the calibration set has no token"
+            if found.hidden
+            else "the calibration set has no batch",
             remedy="Give at least one batch of token ids whose mask is not all zero.",
         )
     return found
@@ -157,7 +159,8 @@ class _Recorder:
         """One batch; the first one finds out in which form the parent takes its layers' outputs."""
         forms = [self.capture.form] if self.capture.hidden else list(_FORMS)
         if self._alone:
-            # A tuple fails where a bare hidden state is expected, but not always the other way round.
+            # A tuple fails where a bare hidden state is expected, but not always the other way
+            # round.
             forms.sort(key=lambda form: form == 0)
         failures: list[BaseException] = []
         for self.capture.form in forms:
@@ -201,7 +204,7 @@ class _Recorder:
             raise StructureError(
                 f"layer {index} was called when layer {len(self._calls)} was due",
                 where=self.stack.path,
-                remedy="Layers that are skipped, shared or called twice cannot be walked one by one.",
+                remedy="Layers that are skipped, shared or called twice cannot be walked.",
             )
         in_args = bool(args)
         hidden = args[0] if in_args else kwargs.get(_HIDDEN)
@@ -211,7 +214,7 @@ class _Recorder:
             raise StructureError(
                 f"layer {index} is not called with a hidden state [rows tokens features]",
                 where=self.stack.path,
-                remedy="Give the path of the decoder's layers with `layers=`, or token ids [rows tokens].",
+                remedy="Name the decoder's layers with `layers=`, or give token ids [rows tokens].",
             )
         rest = {k: v for k, v in kwargs.items() if k != _HIDDEN or in_args}
         where = f"{self.stack.paths[index]}"
@@ -233,7 +236,7 @@ class _Recorder:
         return StructureError(
             f"layer {index} was not handed what layer {index - 1} returned",
             where=self.stack.path,
-            remedy="The model computes between its layers, which a walk layer by layer would leave out.",
+            remedy="The model computes between its layers; a walk would leave that out.",
         )
 
     def _keep(self, args: Any, kwargs: Any) -> Tensor | None:
@@ -261,7 +264,7 @@ def _bind(function: Callable[..., Any], first: Any) -> Callable[..., Any]:
 
 
 def _check_replayable(value: Any, where: str) -> None:
-    """Arguments are replayed as they are; an object with a state of its own would change on the way."""
+    """Arguments are replayed as they are; an object with a state would change on the way."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):

@@ -15,7 +15,7 @@ from ongrid.errors import CalibrationError
 from ongrid.store.shards import tensor_hash
 
 Batches = Iterable[Any] | Callable[[nn.Module], object]
-"""Batches (dictionaries of model arguments, or tensors), or a function that runs a model over them."""
+"""Dictionaries of model arguments, tensors, or a function that runs a model over a set."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class ModelCall:
 def read_calls(model: nn.Module, batches: Batches) -> list[ModelCall]:
     """Every call that the batches stand for, caches switched off.
 
-    A function is run once with the model's forward replaced by a note-taker; nothing is computed, so
-    it cannot look at outputs. Rows that are padded on the left get the positions that generation would
-    give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty set or
-    batch, for entries that are neither tensors nor dictionaries, and for what the model does not take.
+    A function is run once with the model's forward replaced by a note-taker; nothing is computed,
+    so it cannot look at outputs. Rows that are padded on the left get the positions that generation
+    would give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty
+    set or batch, for entries that are neither tensors nor dictionaries, and for what the model does
+    not take.
     """
     calls = _noted(model, batches) if callable(batches) else [_call(entry) for entry in batches]
     if not calls:
@@ -120,7 +121,9 @@ def _completed(kwargs: dict[str, Any], accepted: Mapping[str, Any]) -> dict[str,
     if "use_cache" in accepted:
         kwargs["use_cache"] = False
     mask = kwargs.get("attention_mask")
-    left_padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, 0].all())
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return kwargs
+    left_padded = not bool(mask[:, 0].all())
     if left_padded and "position_ids" in accepted and "position_ids" not in kwargs:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return kwargs

@@ -7,15 +7,17 @@ Pre-trained Transformers" (2022). In this house's letters, for inputs X `[tokens
     for each column j:   q_j = encode(w_j),   e_j = (w_j - decode(q_j)) / U_jj
                          w_k -= e_j U_jk      for all k > j
 
-The columns that follow are updated one block at a time (the paper's lazy batches), here from the left:
-a block collects the errors of all earlier columns in one matrix product when it is reached, and inside
-it a column collects those of its block when it is reached. That reads the errors once and writes each
-column once. Rows are independent, so linears that see the same input share H and U, and are swept as
-one matrix. A group's scale is fitted when the sweep reaches it, from the already updated columns.
+The columns that follow are updated one block at a time (the paper's lazy batches), here from the
+left: a block collects the errors of all earlier columns in one matrix product when it is reached,
+and inside it a column collects those of its block when it is reached. That reads the errors once
+and writes each column once. Rows are independent, so linears that see the same input share H and U,
+and are swept as one matrix. A group's scale is fitted when the sweep reaches it, from the already
+updated columns.
 
 Left out: the paper's float16 storage of H (statistics are float32 here). Added: a row whose error
-tr(E H E^T) came out above that of plain rounding keeps plain rounding, and is counted; damping escalates
-when a factorisation fails, and a module whose H cannot be factorised at all is rounded plainly and named.
+tr(E H E^T) came out above that of plain rounding keeps plain rounding, and is counted; damping
+escalates when a factorisation fails, and a module whose H cannot be factorised at all is rounded
+plainly and named.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
 from ongrid.calibrate.ranges import calibrate_activations, search_range
 from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
-from ongrid.errors import ConfigError, NonFiniteError
+from ongrid.errors import ConfigError, NonFiniteError, OngridError
 from ongrid.grid import Grid, Parts, QTensor
 from ongrid.grid.grid import decode_each, encode_each
 from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
@@ -64,7 +66,7 @@ class SecondMoment(AbstractReduction):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A column is too small to share: handing it to a second thread costs more than computing it."""
+    """A column is too small to share: handing it over costs more than computing it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +124,10 @@ class Gptq(AbstractAlgorithm):
         for moment in dict.fromkeys(moments.values()):
             paths = [path for path, m in moments.items() if m is moment]
             for alike in _stacks({p: _latent(linears[p]) for p in paths}):
-                solved, note = self._solve(moment, alike)
+                try:
+                    solved, note = self._solve(moment, alike)
+                except OngridError as error:
+                    raise error.at(", ".join(alike)) from None
                 for path, q in solved.items():
                     linears[path].weight_quantizer = CodedWeight(q, alike[path].dtype)
                 notes |= note
@@ -142,7 +147,6 @@ class Gptq(AbstractAlgorithm):
         if not bool(torch.isfinite(h).all()):
             raise NonFiniteError(
                 "the second moment of the inputs is not finite",
-                where=next(iter(weights)),
                 remedy="The inputs overflow float32 when squared: scale them, or keep this float.",
             )
         factor = factorise(h, self.damp)
@@ -163,9 +167,7 @@ class Gptq(AbstractAlgorithm):
         # The factor of a permuted H is not a permutation of the factor.
         permuted = factorise(h[order][:, order], self.damp)
         assert permuted is not None
-        return sweep(
-            grid, w, permuted.u, dtype, fit=self._fit, block=self.block, order=order
-        )
+        return sweep(grid, w, permuted.u, dtype, fit=self._fit, block=self.block, order=order)
 
     def _fit(self, grid: Grid, w: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         if self.scales == "mse":
@@ -183,8 +185,8 @@ class Factor(NamedTuple):
 def factorise(h: Float[Tensor, "in in"], damp: float) -> Factor | None:
     """U with (H + damping)^-1 = U^T U, U upper triangular; None where no damping is enough.
 
-    An input that never was anything but 0 gets 1 on the diagonal: its column is then rounded plainly
-    and takes part in nothing. Damping grows tenfold until the factorisation succeeds.
+    An input that never was anything but 0 gets 1 on the diagonal: its column is then rounded
+    plainly and takes part in nothing. Damping grows tenfold until the factorisation succeeds.
     """
     dead = h.diagonal() == 0
     level = h.diagonal()[~dead].mean() if not bool(dead.all()) else torch.zeros(())
@@ -212,8 +214,9 @@ def sweep(
 ) -> Parts:
     """Codes, scales and zeros of w `[out in]` float32 under the factor u; w itself stays unchanged.
 
-    With `order`, the sweep takes columns in that order (u is the factor in that order), and all scales
-    are fitted beforehand. So they are where a scale spans the row or lies on a grid of its own.
+    With `order`, the sweep takes columns in that order (u is the factor in that order), and all
+    scales are fitted beforehand. So they are where a scale spans the row or lies on a grid of its
+    own.
     """
     columns = w.shape[1]
     width = columns if grid.blocks.cols == -1 else grid.blocks.cols
@@ -290,10 +293,11 @@ def _stacks(weights: Mapping[str, LatentWeight]) -> list[dict[str, LatentWeight]
 
 def _plain_parts(weights: Mapping[str, LatentWeight]) -> Parts:
     """What plain rounding stores of stacked weights."""
-    parts = [weight.freeze().parts for weight in weights.values()]
+    parts: list[Any] = [weight.freeze().parts for weight in weights.values()]
     if len(parts) == 1:
         return parts[0]
-    return Parts(*(None if t[0] is None else torch.cat(t) for t in zip(*parts, strict=True)))
+    stacked: list[Any] = [None if t[0] is None else torch.cat(t) for t in zip(*parts, strict=True)]
+    return Parts(*stacked)
 
 
 def _never_worse(
@@ -344,11 +348,13 @@ def _split(
         path = next(iter(weights))
         rows_kept = int(kept.sum())
         return {path: QTensor(grid, parts)}, {path: {**common, "rows_rounded_plainly": rows_kept}}
-    solved, notes, start = {}, {}, 0
+    solved: dict[str, QTensor] = {}
+    notes: Notes = {}
+    start = 0
     for path, weight in weights.items():
         rows = slice(start, start + weight.shape[0])
         start = rows.stop
-        own = (None if t is None else t[rows].clone() for t in parts)
+        own: list[Any] = [t[rows].clone() if isinstance(t, Tensor) else None for t in parts]
         solved[path] = QTensor(grid, Parts(*own))
         notes[path] = {**common, "rows_rounded_plainly": int(kept[rows].sum())}
     return solved, notes

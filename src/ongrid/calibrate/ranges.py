@@ -1,8 +1,8 @@
 """Ranges: scales from the least and greatest numbers, or from a search for the least squared error.
 
 `Rtn` and `Max` take the range of what is quantized. `Mse` also tries smaller ranges, which clip the
-largest numbers and round all others more finely. Every candidate is fitted and rounded as it will be
-stored; factor 1.0 is always one of them, so the result is never worse than plain rounding.
+largest numbers and round all others more finely. Every candidate is fitted and rounded as it will
+be stored; factor 1.0 is always one of them, so the result is never worse than plain rounding.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def calibrate_activations(layer: nn.Module, replay: Replay) -> Notes:
             )
         parameter = next(layer.parameters())
         try:
-            static[path].set_range(
-                seen.lo.reshape(1, 1), seen.hi.reshape(1, 1), parameter.dtype
-            )
+            static[path].set_range(seen.lo.reshape(1, 1), seen.hi.reshape(1, 1), parameter.dtype)
         except OngridError as error:
             raise error.at(path) from None
         notes[path] = {"lo": float(seen.lo), "hi": float(seen.hi), "tokens": seen.tokens}
@@ -121,7 +119,8 @@ class Max(AbstractAlgorithm):
 
 @dataclass(frozen=True)
 class Mse(AbstractAlgorithm):
-    """For each block the range, of `steps` fractions of its own down to `shrink`, of least squared error.
+    """For each block the range, of `steps` fractions of its own down to `shrink`, of least squared
+    error.
 
     Activations are treated as by `max`.
     """
@@ -161,6 +160,7 @@ def search_range(
     for step in range(1, steps):
         factor = 1.0 - (1.0 - shrink) * step / (steps - 1)
         s, z = grid.fit_range(lo * factor, hi * factor, dtype)
+        assert isinstance(s, Tensor)
         error = _squared_error(grid, w, s, z, dtype)
         better = error < best
         best = torch.where(better, error, best)

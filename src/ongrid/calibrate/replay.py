@@ -1,8 +1,8 @@
 """Replay: the calibration set as one decoder layer sees it.
 
 No algorithm runs a layer or writes a hook. It asks for statistics of the inputs of named modules,
-and replay streams them, batch by batch, into a reduction. Modules that are fed the same tensor share
-one reduction. Padding never counts.
+and replay streams them, batch by batch, into a reduction. Modules that are fed the same tensor
+share one reduction. Padding never counts.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Replay:
         `NonFiniteError` for a NaN or an infinity, `StructureError` for a module that is called more
         than once in a batch, or whose input is overwritten or has lost sight of the padding.
         """
+        if not paths:
+            return {}
         live = activations and any(isinstance(m, ActivationQuantizer) for m in layer.modules())
         if live:
             self.settle(layer)
@@ -229,7 +231,7 @@ class _Sharing(Generic[R]):
         rows = x.reshape(-1, x.shape[-1])
         if not bool(torch.isfinite(rows.sum())) and not bool(torch.isfinite(rows).all()):
             raise NonFiniteError(
-                f"{int((~torch.isfinite(rows)).sum())} of {rows.numel()} inputs are NaN or infinite",
+                f"{int((~torch.isfinite(rows)).sum())} of {rows.numel()} inputs are not finite",
                 where=path,
                 remedy="The float model overflows here. Load it in bfloat16 or float32.",
             )

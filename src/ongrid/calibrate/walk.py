@@ -3,7 +3,8 @@
     page in -> insert -> run the algorithm -> freeze -> advance -> write -> page out
 
 Peak memory is one layer with its statistics and the calibration set's hidden states, whatever the
-depth. A finished layer is a file; taking a run up again is skipping the layers whose files are there.
+depth. A finished layer is a file; taking a run up again is skipping the layers whose files are
+there.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def walk(
     """Quantizes a model by a plan, in place, and writes each finished part to the artifact.
 
     `calls` is empty where no quantizer needs data. Returns the notes of the linears quantized in
-    this run. An artifact that already holds finished layers is continued; into a model in memory they
-    are put back.
+    this run. An artifact that already holds finished layers is continued; into a model in memory
+    they are put back.
     """
     with evaluating(model):
         return _Walk(model, plan, algorithm, source, list(calls), artifact, on_progress).run()
@@ -109,14 +110,15 @@ class _Walk:
             self._check_kept(found, kept)
             self.replay = Replay(found, self.algorithm.propagate, self._report)
             self.replay.enter(start, kept)
-        for self.index in range(start, self.layers):
+        for index in range(start, self.layers):
+            self.index = index
             notes |= self._layer(feeds_on=self.index < last)
         self.index = self.layers
         if not self.rest_done:
             notes |= self._rest()
         return notes
 
-    # ---- resuming ---------------------------------------------------------------------------------
+    # ---- resuming --------------------------------------------------------------------------------
 
     def _resume_point(self) -> tuple[int, list[Tensor] | None]:
         """The first layer to be done, and its inputs if they are needed and were kept."""
@@ -127,7 +129,8 @@ class _Walk:
             done += 1
         if self._last_layer_with_need() < done:
             return done, None
-        # Inputs are kept before the layer in front of them counts as done, so they may be one ahead.
+        # Inputs are kept before the layer in front of them counts as done, so they may be one
+        # ahead.
         for index in range(done, 0, -1):
             kept = self.artifact.inputs(index)
             if kept is not None:
@@ -147,7 +150,7 @@ class _Walk:
             )
 
     def _last_layer_with_need(self) -> int:
-        """The last layer whose inputs something needs: itself, or what lies outside; -1 for none."""
+        """The last layer whose inputs it or what lies outside needs; -1 for none."""
         if not self.calls:
             return -1
         if not self.rest_done and self.algorithm.needs_inputs(self.plan.outside()):
@@ -178,7 +181,7 @@ class _Walk:
         # A tied weight is stored under one of its names.
         self.model.get_submodule(path).load_state_dict(stored, strict=False)
 
-    # ---- one layer --------------------------------------------------------------------------------
+    # ---- one layer -------------------------------------------------------------------------------
 
     def _layer(self, *, feeds_on: bool) -> Notes:
         path = self.plan.stack.paths[self.index]
@@ -213,7 +216,7 @@ class _Walk:
 
     @staticmethod
     def _check(frozen: Mapping[str, QTensor], used: Mapping[str, Tensor]) -> None:
-        """What a layer multiplied with is what was frozen; anything else is a fault of this library."""
+        """What a layer multiplied with is what was frozen, or this library is at fault."""
         for path, q in frozen.items():
             assert torch.equal(used[path], q.dequantize(used[path].dtype)), path
 
@@ -239,7 +242,7 @@ class _Walk:
             tensors |= dict(self.source.surplus())
         self.artifact.write(segment, tensors, record)
 
-    # ---- what lies outside the layers ---------------------------------------------------------------
+    # ---- what lies outside the layers ------------------------------------------------------------
 
     def _outside(self) -> tuple[dict[str, QuantizerSpec], dict[str, LinearSite]]:
         holds = self.plan.stack.holds
@@ -269,7 +272,7 @@ class _Walk:
 
 @dataclass
 class _TailCall:
-    """Calls the whole model with its layers replaced: the last one hands out a given hidden state."""
+    """Calls the model with its layers replaced: the last hands out a given hidden state."""
 
     call: ModelCall
     emit: list[Any]
@@ -282,7 +285,7 @@ class _TailCall:
 
 
 class _Emitter(nn.Module):
-    """Stands for a decoder layer whose work is done, and hands out what the last layer had put out."""
+    """Stands for a finished decoder layer, and hands out what the last layer had put out."""
 
     def __init__(self, emit: list[Any], like: nn.Module) -> None:
         super().__init__()
@@ -302,7 +305,7 @@ class _Emitter(nn.Module):
 
 @contextmanager
 def _hidden_layers(model: nn.Module, plan: Plan) -> Iterator[list[Any]]:
-    """Within the context the decoder layers are out of sight, and hand out what is put in the list."""
+    """Within the context the decoder layers are out of sight, and hand out what the list holds."""
     emit: list[Any] = []
     layers = plan.stack.layers(model)
     for path, layer in zip(plan.stack.paths, layers, strict=True):

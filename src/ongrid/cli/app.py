@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ongrid.cli.progress import shown
-from ongrid.errors import OngridError, StoreError
+from ongrid.errors import OngridError
 from ongrid.quantize import plan as make_plan
 from ongrid.quantize import quantize as run_quantize
 from ongrid.recipe import presets
@@ -201,8 +201,8 @@ def _notes(artifact: Artifact) -> None:
                 if isinstance(value, int) and name != "tokens" and value:
                     totals[name] = totals.get(name, 0) + value
                 elif name == "rounded_plainly":
-                    totals["matrices rounded plainly"] = totals.get("matrices rounded plainly", 0) + 1
+                    totals["matrices rounded plainly"] = (
+                        totals.get("matrices rounded plainly", 0) + 1
+                    )
     for name, count in sorted(totals.items()):
         console.print(f"{name.replace('_', ' ')}: {count}", highlight=False)
-
-

@@ -63,9 +63,7 @@ def _bar(console: Console, title: str) -> Iterator[OnProgress]:
         def on_progress(step: Step) -> None:
             left = _clock(eta.left(step))
             completed = step.segment + (step.phase == "done")
-            bars.update(
-                task, total=step.segments, completed=completed, phase=step.phase, left=left
-            )
+            bars.update(task, total=step.segments, completed=completed, phase=step.phase, left=left)
 
         yield on_progress
 

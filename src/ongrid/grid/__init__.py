@@ -1,4 +1,4 @@
-"""Numbers: levels, grids, quantized matrices, packing. Needs torch only, knows no modules or files."""
+"""Numbers: levels, grids, quantized matrices, packing. Knows no modules and no files."""
 
 from ongrid.grid import ops as ops
 from ongrid.grid.bits import pack, pack_words, packed_bytes, unpack, unpack_words

@@ -1,9 +1,9 @@
 """Packing: codes of 1 to 8 bits as a dense little-endian bit stream, and back.
 
-Code k of a row occupies bits `[k*b, k*b + b)` of the row's stream, bit 0 being the lowest bit of the
-first byte. Read as 32-bit words on a little-endian machine, this one stream is also the layout of
-GPTQ's `qweight` at every width (3-bit codes straddle words: 10, a split one, 10, a split one, 10),
-of compressed-tensors' `weight_packed`, and of MLX.
+Code k of a row occupies bits `[k*b, k*b + b)` of the row's stream, bit 0 being the lowest bit of
+the first byte. Read as 32-bit words on a little-endian machine, this one stream is also the layout
+of GPTQ's `qweight` at every width (3-bit codes straddle words: 10, a split one, 10, a split one,
+10), of compressed-tensors' `weight_packed`, and of MLX.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ongrid.errors import PackingError
 
-# Eight codes of b bits fill exactly b bytes, at every width: the unit in which everything below works.
+# Eight codes of b bits fill exactly b bytes, at every width: the unit in which everything below
+# works.
 _UNIT = 8
 
 

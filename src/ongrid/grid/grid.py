@@ -43,8 +43,8 @@ class Blocks:
 
     def counts(self, shape: tuple[int, int]) -> tuple[int, int]:
         """How many blocks a matrix has along each axis; `GridError` if they do not fit evenly."""
-        problems = []
-        counts = []
+        problems: list[tuple[int, int, str]] = []
+        counts: list[int] = []
         for size, block, axis in zip(shape, (self.rows, self.cols), ("row", "column"), strict=True):
             block = size if block == -1 else block
             if size % block:
@@ -101,7 +101,8 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """A number format for matrices. Frozen and without tensors: two grids with equal strings are equal.
+    """A number format for matrices. Frozen and without tensors: two grids with equal strings are
+    equal.
 
     `scale` is the dtype in which scales are stored, a grid on which they lie, or None (every scale
     is 1). `zero_dtype` is the dtype of a stored shift and None otherwise. Laws: `decode(encode(w))`
@@ -214,8 +215,8 @@ class Grid:
 
     def ranges(self, w: Float[Tensor, "out in"]) -> tuple[Tensor, Tensor]:
         """Least and greatest number of each block, float32 `[R C]`, widened to include zero."""
-        grouped = _grouped(w, *self.blocks.counts((w.shape[0], w.shape[1])))
-        lo, hi = grouped.amin((1, 3)).float(), grouped.amax((1, 3)).float()
+        blocks = grouped(w, *self.blocks.counts((w.shape[0], w.shape[1])))
+        lo, hi = blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
         if not bool((torch.isfinite(lo) & torch.isfinite(hi)).all()):
             bad = int((~torch.isfinite(w)).sum())
             raise NonFiniteError(
@@ -369,8 +370,8 @@ class Grid:
     def vanished(self, w: Float[Tensor, "out in"], parts: Parts) -> int:
         """Blocks that hold a non-zero number and decode to zeros only: underflow of their scale."""
         counts = self.blocks.counts((w.shape[0], w.shape[1]))
-        alive = (_grouped(w, *counts) != 0).any(3).any(1)
-        held = (_grouped(self.decode(parts, torch.float32), *counts) != 0).any(3).any(1)
+        alive = (grouped(w, *counts) != 0).any(3).any(1)
+        held = (grouped(self.decode(parts, torch.float32), *counts) != 0).any(3).any(1)
         return int((alive & ~held).sum())
 
     def stored_bits(self, shape: tuple[int, int]) -> int:
@@ -395,12 +396,12 @@ def smallest_scale(dtype: torch.dtype) -> float:
     return max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
 
 
-def _grouped(w: Tensor, rows: int, cols: int) -> Tensor:
+def grouped(w: Tensor, rows: int, cols: int) -> Tensor:
     """A matrix as `[R, rows per block, C, columns per block]`: a view."""
     return w.reshape(rows, w.shape[0] // rows, cols, w.shape[1] // cols)
 
 
-def _spread(s: Tensor, order: Tensor | None) -> Tensor:
+def spread(s: Tensor, order: Tensor | None) -> Tensor:
     """One number for each block, shaped to broadcast over a grouped matrix.
 
     With an order, column j belongs to group `order[j]`, and every column becomes a block.
@@ -412,7 +413,8 @@ def _spread(s: Tensor, order: Tensor | None) -> Tensor:
     return s[:, None, :, None]
 
 
-def _block_counts(s: Tensor, order: Tensor | None) -> tuple[int, int]:
+def block_counts(s: Tensor, order: Tensor | None) -> tuple[int, int]:
+    """How many blocks a matrix has along each axis, from its scales (and its order)."""
     if s.dim() == 0:
         return 1, 1
     return s.shape[0], s.shape[1] if order is None else order.shape[0]
@@ -425,18 +427,18 @@ def encode_values(
 
     Blocks are taken from the shapes of w and s, so that any slice along blocks encodes alike.
     """
-    grouped = _grouped(w, *_block_counts(s, order)).float()
-    wide_z = None if z is None else _spread(z.float(), order)
-    return encode_each(grid, grouped, _spread(s, order), wide_z).reshape(w.shape)
+    blocks = grouped(w, *block_counts(s, order)).float()
+    wide_z = None if z is None else spread(z.float(), order)
+    return encode_each(grid, blocks, spread(s, order), wide_z).reshape(w.shape)
 
 
 def decode_values(
     grid: Grid, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, dtype: torch.dtype
 ) -> Float[Tensor, "out in"]:
-    """Numbers from codes (uint8, or float32 of the same values), float32 scales and stored zeros."""
-    grouped = _grouped(q, *_block_counts(s, order))
-    wide_z = None if z is None else _spread(z.float(), order)
-    return decode_each(grid, grouped, _spread(s, order), wide_z).reshape(q.shape).to(dtype)
+    """Numbers from codes (uint8, or their float32), float32 scales and stored zeros."""
+    blocks = grouped(q, *block_counts(s, order))
+    wide_z = None if z is None else spread(z.float(), order)
+    return decode_each(grid, blocks, spread(s, order), wide_z).reshape(q.shape).to(dtype)
 
 
 def encode_each(grid: Grid, w: Tensor, s: Tensor, z: Tensor | None) -> Tensor:

@@ -177,8 +177,8 @@ def _sorted(values: tuple[float, ...], device: torch.device) -> tuple[Tensor, Te
     """Levels in order, their codes, and the thresholds between neighbours.
 
     A number belongs to the lower neighbour if it is at most the threshold. Where the midpoint is a
-    float32 and the upper neighbour has the even code, the threshold lies one float below it, so that
-    the tie goes up. The midpoint is taken in float64, where it is exact for all float levels.
+    float32 and the upper neighbour has the even code, the threshold lies one float below it, so
+    that the tie goes up. The midpoint is taken in float64, where it is exact for all float levels.
     """
     # v + 0.0 makes the two zeros one; of two codes for a level the lower one is written.
     codes_of = {v + 0.0: c for c, v in reversed(list(enumerate(values))) if not math.isnan(v)}
@@ -222,7 +222,7 @@ class FloatLevels(_TableLevels):
 @functools.lru_cache(maxsize=16)
 def _float_values(exponent: int, mantissa: int, specials: int) -> tuple[float, ...]:
     bias = 2 ** (exponent - 1) - 1
-    half = []
+    half: list[float] = []
     for code in range(2 ** (exponent + mantissa)):
         e, m = code >> mantissa, code & (2**mantissa - 1)
         fraction = m / 2**mantissa

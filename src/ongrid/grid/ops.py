@@ -1,8 +1,9 @@
-"""The registered ops: encode, decode and storing, opaque to compilers, with straight-through gradients.
+"""The registered ops: encode, decode and storing, opaque to compilers, with straight-through
+gradients.
 
 A compiler must not look into a rounding. Inductor deletes an fp32 -> fp16 -> fp32 cast chain, may
-contract a product and a sum, and may keep more digits than a stored dtype has; each of these makes a
-compiled forward differ from the stored weights. Autocast may change the dtype of an operation.
+contract a product and a sum, and may keep more digits than a stored dtype has; each of these makes
+a compiled forward differ from the stored weights. Autocast may change the dtype of an operation.
 Inside a registered op neither happens: eager, compiled and under autocast run the same code.
 
 Gradients are those of LSQ and EfficientQAT (Esser et al., 2020, eq. 3; Chen et al., 2024), with
@@ -16,21 +17,21 @@ obtained by giving `encode` a gradient with respect to the level and letting `de
 
 # No `from __future__ import annotations` here: an op's schema is read from its annotations, which a
 # decorated function (the tests check types by decorating) has to carry as types, not as strings.
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ongrid.grid.bits import unpack as bit_unpack
 from ongrid.grid.grid import (
     Grid,
-    _block_counts,
-    _grouped,
-    _spread,
+    block_counts,
     decode_values,
     encode_values,
+    grouped,
     smallest_scale,
+    spread,
 )
-
-# ruff: noqa: ANN001 - autograd's setup_context and backward have fixed signatures.
 
 
 @torch.library.custom_op("ongrid::encode", mutates_args=())
@@ -50,7 +51,8 @@ def decode(
 
 @torch.library.custom_op("ongrid::store_scale", mutates_args=())
 def store_scale(s: Tensor, grid: str) -> Tensor:
-    """Scales `[R C]` rounded to their stored dtype, as float32; the gradient passes straight through.
+    """Scales `[R C]` rounded to their stored dtype, as float32; the gradient passes straight
+    through.
 
     Scales that left the positive numbers during training are stored as the smallest positive one,
     and keep their gradient, so that they can come back.
@@ -80,7 +82,7 @@ def store_zero(z: Tensor, grid: str) -> Tensor:
 
 @torch.library.custom_op("ongrid::positive", mutates_args=())
 def positive(q: Tensor, grid: str) -> Tensor:
-    """Codes of scales on a grid of their own, all positive; the gradient passes straight through."""
+    """Positive scales' codes on their own grid; the gradient passes straight through."""
     return Grid.parse(grid).positive_codes(q)
 
 
@@ -100,29 +102,30 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 @snap.register_fake
-@positive.register_fake
-def _(x, grid):
+def _(x: Tensor, grid: str) -> Tensor:
     return torch.empty_like(x)
 
 
 @unpack.register_fake
-def _(packed, bits, n):
+def _(packed: Tensor, bits: int, n: int) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], n))
 
 
 @encode.register_fake
-def _(w, s, z, order, grid):
+def _(w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str) -> Tensor:
     return torch.empty_like(w, dtype=torch.float32)
 
 
 @decode.register_fake
-def _(q, s, z, order, grid, dtype):
+def _(
+    q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str, dtype: torch.dtype
+) -> Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
 @store_scale.register_fake
 @store_zero.register_fake
-def _(x, grid):
+def _(x: Tensor, grid: str) -> Tensor:
     return torch.empty_like(x, dtype=torch.float32)
 
 
@@ -136,13 +139,13 @@ def encode_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of w, s and z from those of the levels."""
     g = Grid.parse(grid)
-    counts = _block_counts(s, order)
-    wide, d = _spread(s, order), _grouped(dv.float(), *counts)
-    shift = _spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
-    u = (_grouped(w, *counts).float() - shift) / wide
+    counts = block_counts(s, order)
+    wide, d = spread(s, order), grouped(dv.float(), *counts)
+    shift = spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
+    u = (grouped(w, *counts).float() - shift) / wide
     level = u
     if z is not None and g.zero == "code":
-        level = u.round() + g.levels.value(_spread(z, order))
+        level = u.round() + g.levels.value(spread(z, order))
     d = d * g.levels.unclamped(level)
     dz = d.new_empty(0)
     if z is not None:
@@ -156,51 +159,61 @@ def decode_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the levels, s and z from those of the decoded weight."""
     g = Grid.parse(grid)
-    counts = _block_counts(s, order)
-    d, wide = _grouped(dw.float(), *counts), _spread(s, order)
-    v = g.levels.value(_grouped(q, *counts))
+    counts = block_counts(s, order)
+    d, wide = grouped(dw.float(), *counts), spread(s, order)
+    v = g.levels.value(grouped(q, *counts))
     dz = d.new_empty(0)
     if z is not None:
         if g.zero == "code":
-            v = v - g.levels.value(_spread(z, order))
+            v = v - g.levels.value(spread(z, order))
         dz = _reduced(-d * wide if g.zero == "code" else d, s, order).to(z.dtype)
     return (d * wide).reshape(q.shape), _reduced(d * v, s, order), dz
 
 
 @encode_backward.register_fake
-def _(dv, w, s, z, order, grid):
-    return torch.empty_like(w), torch.empty_like(s), _fake_zero(s, z)
+def _(
+    dv: Tensor, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(w), torch.empty_like(s), _like_zero(s, z)
 
 
 @decode_backward.register_fake
-def _(dw, q, s, z, order, grid):
-    return torch.empty_like(dw, dtype=torch.float32), torch.empty_like(s), _fake_zero(s, z)
+def _(
+    dw: Tensor, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(dw, dtype=torch.float32), torch.empty_like(s), _like_zero(s, z)
 
 
-def _fake_zero(s: Tensor, z: Tensor | None) -> Tensor:
+def _like_zero(s: Tensor, z: Tensor | None) -> Tensor:
     return s.new_empty(0) if z is None else torch.empty_like(z)
 
 
-def _keep_encode(ctx, inputs, output) -> None:
+# What follows has the signatures that autograd asks for: a context, inputs as a tuple, gradients.
+
+
+def _keep_encode(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.grid = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _keep_decode(ctx, inputs, output) -> None:
+def _keep_decode(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.grid, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _encode_backward(ctx, dv):
+def _encode_backward(ctx: Any, dv: Tensor) -> tuple[Tensor | None, ...]:
     return (*_needed(ctx, encode_backward(dv, *ctx.saved_tensors, ctx.grid)), None, None)
 
 
-def _decode_backward(ctx, dw):
+def _decode_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     return (*_needed(ctx, decode_backward(dw, *ctx.saved_tensors, ctx.grid)), None, None, None)
 
 
-def _needed(ctx, gradients):
-    return (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
+def _needed(ctx: Any, gradients: tuple[Tensor, Tensor, Tensor]) -> list[Tensor | None]:
+    return [
+        gradient if need else None
+        for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)
+    ]
 
 
 def _reduced(d: Tensor, s: Tensor, order: Tensor | None) -> Tensor:
@@ -211,10 +224,10 @@ def _reduced(d: Tensor, s: Tensor, order: Tensor | None) -> Tensor:
     return torch.zeros_like(s).index_add_(1, order.long(), blocks)
 
 
-def _keep_nothing(ctx, inputs, output) -> None: ...
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
 
 
-def _straight_through(ctx, d):
+def _straight_through(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
     return d, None
 
 

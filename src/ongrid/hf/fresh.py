@@ -1,7 +1,8 @@
-"""Run as `python -m ongrid.hf.fresh DIR`: loads an artifact through transformers and hashes its weights.
+"""Run as `python -m ongrid.hf.fresh DIR`: loads an artifact through transformers and hashes its
+weights.
 
-The third witness of `ongrid verify`: a process that has seen nothing of the run prints, as JSON, the
-hash of the matrix that each linear of the loaded model multiplies with.
+The third witness of `ongrid verify`: a process that has seen nothing of the run prints, as JSON,
+the hash of the matrix that each linear of the loaded model multiplies with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face models: a hollow model with a source of weights, or a live one; and what travels along."""
+"""Hugging Face models: a hollow one with a source of weights, or a live one."""
 
 from __future__ import annotations
 
@@ -94,11 +94,15 @@ def source_config(folder: Path) -> dict[str, Any]:
 
 
 def activation_bytes(config: PreTrainedConfig) -> int:
-    """Bytes that one token takes in one layer, roughly: a few hidden states and the widest products."""
+    """Bytes of one token in one layer, roughly: some hidden states and the widest products."""
     text = config.get_text_config()
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    return (8 * hidden + 3 * inner) * (config.dtype or torch.float32).itemsize
+    return (8 * hidden + 3 * inner) * _itemsize(config.dtype)
+
+
+def _itemsize(dtype: Any) -> int:
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
 
 
 def _config(folder: Path) -> PreTrainedConfig:
@@ -113,7 +117,9 @@ def _config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise StoreError(f"transformers does not know this model: {error}", where=str(folder)) from None
+        raise StoreError(
+            f"transformers does not know this model: {error}", where=str(folder)
+        ) from None
     if config.is_encoder_decoder:
         raise StoreError(
             f"{config.model_type} is an encoder-decoder",

@@ -1,7 +1,8 @@
-"""The quantization method `ongrid` of transformers: `from_pretrained` of an artifact gives the model.
+"""The quantization method `ongrid` of transformers: `from_pretrained` of an artifact gives the
+model.
 
-Registered when `ongrid.hf` is imported; without that import transformers warns that it does not know
-the method. The names of all quantizers and their grids stand in `config.json`.
+Registered when `ongrid.hf` is imported; without that import transformers warns that it does not
+know the method. The names of all quantizers and their grids stand in `config.json`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.quantizers import (
-    HfQuantizer,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ongrid.errors import OngridError, StoreError, raise_all
@@ -52,7 +50,7 @@ class OngridConfig(QuantizationConfigMixin):
                 f"quantization_config has version {version}, this release reads {_VERSION}",
                 remedy="Read it with the release that wrote it.",
             )
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue] - an enum there
         self.version = version
         self.quantizers = quantizers or {}
 
@@ -66,7 +64,7 @@ class OngridConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class OngridQuantizer(HfQuantizer):
-    """Puts `QuantLinear`s into the model before its weights are loaded; they load as they are stored."""
+    """Puts `QuantLinear`s into a model before its weights load; they load as they are stored."""
 
     requires_calibration = True
 
@@ -74,7 +72,9 @@ class OngridQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         sites = find_linears(model, TRANSPOSED)
-        specs = _present(self.quantization_config.specs(), model, sites)
+        config = self.quantization_config
+        assert isinstance(config, OngridConfig)
+        specs = _present(config.specs(), model, sites)
         insert_empty(model, specs, sites)
         self._stored = {
             name: (tuple(tensor.shape), tensor.dtype)
@@ -109,7 +109,7 @@ class OngridQuantizer(HfQuantizer):
 def _present(
     specs: Mapping[str, QuantizerSpec], model: nn.Module, sites: Mapping[str, Any]
 ) -> dict[str, QuantizerSpec]:
-    """Specs under the names that this class of model uses: a base model has no prefix and no head."""
+    """Specs by this model's own names: a base model has no prefix and no head."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found = {}
     for path, of_linear in group_by_linear(specs).items():
@@ -120,7 +120,7 @@ def _present(
 
 
 def _check_files(expected: Mapping[str, Any], model: nn.Module, files: list[str]) -> None:
-    """The loader only warns of tensors that are missing or of another type; here that is an error."""
+    """The loader only warns of missing or unfit tensors; here that is an error."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     infos: dict[str, TensorInfo] = {}
     for file in files:

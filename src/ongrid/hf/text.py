@@ -1,7 +1,8 @@
 """A text that every Python carries: its own documentation topics.
 
-Enough to calibrate and score a small model on a machine without network. It differs a little between
-patch releases of Python, so figures on it are compared within one machine and never written down.
+Enough to calibrate and score a small model on a machine without network. It differs a little
+between patch releases of Python, so figures on it are compared within one machine and never written
+down.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Quantizers of activations: what enters or leaves a linear layer is rounded to a grid.
 
-A dynamic quantizer fits its grid to every call. A static one holds a range that calibration gave it,
-and refuses to run before that: an uncalibrated static quantizer is an error, never a dynamic one.
+A dynamic quantizer fits its grid to every call. A static one holds a range that calibration gave
+it, and refuses to run before that: an uncalibrated static quantizer is an error, never a dynamic
+one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -47,7 +50,7 @@ class ActivationQuantizer(nn.Module):
         self.scale, self.zero = scale, zero
 
     def allocate(self) -> None:
-        """Makes room for the stored range of a per-tensor static quantizer, to load a state into."""
+        """Makes room for the stored range of a static quantizer, to load a state into."""
         if not self.dynamic and isinstance(self.grid.scale, torch.dtype):
             self.scale = torch.zeros((1, 1), dtype=self.grid.scale)
             if self.grid.zero is not None:
@@ -69,7 +72,7 @@ class ActivationQuantizer(nn.Module):
         snapped = ops.decode(codes, scale, self.zero, None, self._grid_string, x.dtype)
         return snapped.reshape(x.shape)
 
-    def _apply(self, fn, recurse=True):  # noqa: ANN001, ANN202 - torch's signature
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ActivationQuantizer:
         """Moves the stored range and keeps its dtype when the model is cast."""
 
         def move(t: Tensor) -> Tensor:

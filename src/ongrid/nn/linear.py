@@ -53,6 +53,7 @@ class QuantLinear(nn.Module):
         self.weight_quantizer = weight_quantizer
         self.input_quantizer = input_quantizer
         self.output_quantizer = output_quantizer
+        self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 
     @property
@@ -73,12 +74,10 @@ class QuantLinear(nn.Module):
 def find_linears(
     root: nn.Module, transposed: Collection[type[nn.Module]] = ()
 ) -> dict[str, LinearSite]:
-    """Every linear layer below `root`, by path; `transposed` classes keep their weight `[in out]`."""
+    """Every linear layer below `root`, by path; `transposed` classes keep weights `[in out]`."""
     found = {}
     for path, module in root.named_modules():
-        if isinstance(module, QuantLinear):
-            found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
-        elif isinstance(module, nn.Linear):
+        if isinstance(module, QuantLinear | nn.Linear):
             found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
         elif isinstance(module, tuple(transposed)) and isinstance(module.weight, Tensor):
             rows, cols = module.weight.shape
@@ -120,7 +119,7 @@ def insert(
 def insert_empty(
     root: nn.Module, specs: Mapping[str, QuantizerSpec], sites: Mapping[str, LinearSite]
 ) -> None:
-    """As `insert`, with all-zero `CodedWeight`s of the right shapes, ready to load an artifact into."""
+    """As `insert`, with all-zero `CodedWeight`s, ready to load an artifact into."""
     for path, of_linear in group_by_linear(specs).items():
         old, bias = root.get_submodule(path).weight, root.get_submodule(path).bias
         assert isinstance(old, Tensor)

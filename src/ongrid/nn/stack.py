@@ -31,9 +31,9 @@ class Stack:
 def find_stack(model: nn.Module, path: str | None = None) -> Stack:
     """The decoder layers of a model: the outermost `ModuleList` that holds most of its parameters.
 
-    A list inside another list's entry (experts, branches) never counts. `path` overrides the search.
-    Raises `StructureError` where no list qualifies, or where two hold a similar share, as in an
-    encoder-decoder model: then the answer is not structural, and the caller has to say it.
+    A list inside another list's entry (experts, branches) never counts. `path` overrides the
+    search. Raises `StructureError` where no list qualifies, or where two hold a similar share, as
+    in an encoder-decoder model: then the answer is not structural, and the caller has to say it.
     """
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if path is not None:

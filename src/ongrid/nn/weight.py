@@ -114,11 +114,16 @@ class LatentWeight(AbstractWeight):
         super().__init__(grid, (w.shape[0], w.shape[1]), dtype or w.dtype)
         self.latent = w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False)
         with torch.no_grad():
-            scale, zero = grid.fit(w, self.dtype)
+            self._start(*grid.fit(w, self.dtype))
+
+    def _start(self, scale: Tensor | Parts | None, zero: Tensor | None) -> None:
+        """Takes a fitted scale and zero. Scales on a grid keep their own fitted scale: to fit it to
+        the rounded ones anew would round a second time.
+        """
         if isinstance(scale, Parts):
-            assert isinstance(grid.scale, Grid)
-            raw = grid.scale.decode(scale, torch.float32)
-            self.scale = LatentWeight(grid.scale, raw)
+            assert isinstance(self.grid.scale, Grid)
+            self.scale = LatentWeight(self.grid.scale, self.grid.scale.decode(scale, torch.float32))
+            self.scale._start(scale.scale, scale.zero)
         else:
             self.scale = None if scale is None else _master(scale)
         self.zero = None if zero is None else _master(zero)
@@ -201,14 +206,14 @@ class CodedWeight(AbstractWeight):
             scale = ops.store_scale(self.scale, self._grid_string)
         else:
             scale = self.scale
-        zero = self.zero
+        zero: Any = self.zero
         if isinstance(zero, nn.Parameter):
             zero = ops.store_zero(zero, self._grid_string)
         return Parts(codes, scale, zero)
 
 
 def _master(stored: Tensor) -> nn.Parameter:
-    """What trains is fp32 whatever the model computes in: a bf16 step at lr 1e-5 changes nothing."""
+    """What trains is fp32 whatever the model's dtype: a bf16 step at lr 1e-5 moves nothing."""
     return nn.Parameter(stored.detach().to(torch.float32, copy=True), requires_grad=False)
 
 

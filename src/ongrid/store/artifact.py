@@ -1,12 +1,15 @@
-"""Artifact: a directory that is the checkpoint of a run, the model it produced, and the export's input.
+"""Artifact: a directory that is the checkpoint of a run, the model it produced, and the export's
+input.
 
-    ongrid.json                     the manifest: what was asked for, of what, and whether it is complete
-    model-<segment>.safetensors     one file a segment: layer-00000, layer-00001, ..., rest
-    .resume/                        inputs of the layer that comes next; gone when the run is complete
-    model.safetensors.index.json, config.json and the side files of the source: written at the end
+    ongrid.json                     the manifest: what was asked for, of what, and whether it is
+    complete model-<segment>.safetensors     one file a segment: layer-00000, layer-00001, ..., rest
+    .resume/                        inputs of the layer that comes next; gone when the run is
+    complete model.safetensors.index.json, config.json and the side files of the source: written at
+    the end
 
-A segment is done when its file has been renamed into place and its content hash holds; nothing lists
-what is done. `config.json` is written last of all, so no loader takes half an artifact for a model.
+A segment is done when its file has been renamed into place and its content hash holds; nothing
+lists what is done. `config.json` is written last of all, so no loader takes half an artifact for a
+model.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class Artifact:
         self.manifest = manifest
         self.complete = complete
 
-    # ---- beginning, resuming, opening -------------------------------------------------------------
+    # ---- beginning, resuming, opening ------------------------------------------------------------
 
     @staticmethod
     def begin(
@@ -114,11 +117,9 @@ class Artifact:
             )
         return Artifact(folder, manifest, complete=True)
 
-    # ---- writing ----------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------
 
-    def write(
-        self, segment: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]
-    ) -> None:
+    def write(self, segment: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Puts a segment into place, whole or not at all; `record` is JSON kept in its header."""
         header = {"hash": content_hash(tensors), "segment": segment, **record}
         metadata = {"format": "pt", "ongrid": json.dumps(header, sort_keys=True, allow_nan=False)}
@@ -149,7 +150,7 @@ class Artifact:
         return _tensors(self._inputs_file(index))
 
     def finish(self, config: Mapping[str, Any], side_files: Sequence[Path]) -> None:
-        """Completes the artifact: side files byte for byte, index, manifest, and last the config."""
+        """Completes the artifact: side files byte for byte, index, manifest, config last."""
         for path in side_files:
             write_bytes(self.folder / path.name, path.read_bytes())
         weight_map, size, hashes = {}, 0, {}
@@ -171,7 +172,7 @@ class Artifact:
         write_json(self.folder / CONFIG_FILE, config)
         self.complete = True
 
-    # ---- reading ----------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def tensors(self) -> ShardFolder:
         """All tensors of a complete artifact, as they are stored."""
@@ -308,7 +309,7 @@ def _continued(folder: Path, manifest: Manifest, accept: Collection[str]) -> Art
                 ResumeError(
                     f"was begun with {field_} {_show(was)}, now {_show(now_is)}",
                     where=str(folder),
-                    remedy=f"Use what it was begun with, a new output folder, or accept=[{name!r}].",
+                    remedy=f"Use what it was begun with, a new folder, or accept=[{name!r}].",
                 )
             )
     raise_all(problems)

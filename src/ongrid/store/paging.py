@@ -195,7 +195,7 @@ class ShardSource(AbstractSource):
     def on_demand(self, except_below: str) -> Iterator[None]:
         handles, paged = [], []
 
-        def page_in(path: str):  # noqa: ANN202 - a hook
+        def page_in(path: str):
             def hook(module: nn.Module, args: object) -> None:
                 if any(p.is_meta for p in module._parameters.values() if p is not None):
                     paged.append(path)
