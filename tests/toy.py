@@ -1,7 +1,7 @@
 """Tiny random models, built from a config in milliseconds: live, or saved as Hugging Face folders.
 
-Nothing is downloaded and no global generator is touched. Every parameter is random, biases and norms
-included, so that a tensor that is lost or swapped shows.
+Nothing is downloaded and no global generator is touched. Every parameter is random, biases and
+norms included, so that a tensor that is lost or swapped shows.
 """
 
 from __future__ import annotations

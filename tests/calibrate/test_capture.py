@@ -6,16 +6,17 @@ equality is exact, padding positions included.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import toy
 from torch import Tensor, nn
 
 import ongrid
+import toy
 from ongrid.calibrate.capture import Capture, capture
 from ongrid.calibrate.data import read_calls, run_all
 from ongrid.calibrate.replay import Replay
@@ -52,7 +53,7 @@ def captured(model: Any, batches: Any) -> Capture:
 
 
 def differences(model: Any, found: Capture, seen: list[list[tuple[Tensor, Tensor]]]) -> list[str]:
-    """Runs the layers one by one; where what a layer got or gave was not what it is in the model."""
+    """Runs the layers one by one; says where one got or gave what it does not in the model."""
     wrong = []
     replay = Replay(found, "float")
     for index, layer in enumerate(find_stack(model).layers(model)):
@@ -121,7 +122,7 @@ def test_groups_of_a_transposed_weight_run_along_the_input(tmp_path: Path):
             assert torch.equal(live.get_submodule(path).weight, q.dequantize(torch.float32))
 
 
-# ---- what a model may do, and what is refused -------------------------------------------------
+# ---- what a model may do, and what is refused ------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -335,7 +336,7 @@ def test_a_mask_is_found_however_a_model_takes_it():
     assert by_position.tokens == 8
 
 
-# ---- forward loops ----------------------------------------------------------------------------
+# ---- forward loops ---------------------------------------------------------------------------
 
 
 def test_forward_loop():
@@ -363,7 +364,7 @@ def test_forward_loop_that_fails_leaves_the_model_alone():
     assert trace(model) == before
 
 
-# ---- cleaning up ------------------------------------------------------------------------------
+# ---- cleaning up -----------------------------------------------------------------------------
 
 
 def trace(model: nn.Module) -> list[Any]:
@@ -405,11 +406,10 @@ def test_a_forward_of_the_instance_is_put_back():
     """Offloading tools replace `forward` on the instance, and capture must not undo that."""
     model = toy.build()
     layer = model.model.layers[1]
-    own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    kept = layer.__dict__["forward"]
+    own = functools.partial(layer.forward)
+    layer.forward = own
     captured(model, data("none"))
-    assert layer.__dict__["forward"] is kept
+    assert layer.__dict__["forward"] is own
 
 
 def test_no_gradient_and_no_dropout_in_what_is_captured():

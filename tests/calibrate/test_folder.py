@@ -41,7 +41,7 @@ def tensors_of(path: str, w: Tensor, grid: str) -> dict[str, Tensor]:
     return {f"{path}.weight_quantizer.{name}": tensor for name, tensor in q.tensors().items()}
 
 
-# ---- T10 ------------------------------------------------------------------------------------------
+# ---- T10 -------------------------------------------------------------------------------------
 
 SIDE_FILES = {
     "generation_config.json": b'{"do_sample": false, "temperature": 0.6}',
@@ -129,7 +129,9 @@ def test_chat_and_tokens_are_those_of_the_source(source: Path, tmp_path: Path):
     ongrid.quantize(source, toy.recipe(), out=tmp_path / "q")
     chat = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
     a, b = (AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "q"))
-    assert a.apply_chat_template(chat, tokenize=False) == b.apply_chat_template(chat, tokenize=False)
+    assert a.apply_chat_template(chat, tokenize=False) == b.apply_chat_template(
+        chat, tokenize=False
+    )
     assert a("w3 w4")["input_ids"] == b("w3 w4")["input_ids"] == [3, 4]
 
 
@@ -150,7 +152,7 @@ def test_overwriting_leaves_nothing_stale(source: Path, tmp_path: Path):
     stale = ["model-00001-of-00009.safetensors", "model.safetensors.index.json", "config.json"]
     for name in [*stale, "tokenizer.model", "notes.txt"]:
         (out / name).write_bytes(b"stale")
-    with pytest.raises(StoreError, match="the output folder is not empty: config.json"):
+    with pytest.raises(StoreError, match=r"output folder is not empty: config\.json"):
         ongrid.quantize(source, toy.recipe(), out=out)
     assert (out / "model-00001-of-00009.safetensors").read_bytes() == b"stale"
     ongrid.quantize(source, toy.recipe(), out=out, overwrite=True)
@@ -165,7 +167,7 @@ def test_overwriting_an_artifact_of_other_conditions(source: Path, tmp_path: Pat
     assert toy.contents(out) == toy.contents(fresh)
 
 
-# ---- tied weights ---------------------------------------------------------------------------------
+# ---- tied weights ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
@@ -183,7 +185,10 @@ def test_tied_and_neither_end_targeted(live: bool, twice: bool, tmp_path: Path):
     after = everything(out)
     assert same(after["model.embed_tokens.weight"], embedding)
     assert not any(name.startswith("lm_head") for name in after)
-    assert sum(t.numel() == embedding.numel() and t.dtype == torch.float32 for t in after.values()) == 1
+    assert (
+        sum(t.numel() == embedding.numel() and t.dtype == torch.float32 for t in after.values())
+        == 1
+    )
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
 
 
@@ -256,7 +261,7 @@ def gptq_alone(w: Tensor, inputs: list[Tensor]) -> QTensor:
     return freeze(layer)["proj"]
 
 
-# ---- live and disk --------------------------------------------------------------------------------
+# ---- live and disk ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -287,7 +292,10 @@ def test_families(family: str, tmp_path: Path):
     """Every kind of model walks from disk as it does in memory, and keeps what has no grid."""
     model = toy.build(family, dtype=torch.bfloat16)
     folder = toy.save(model, tmp_path / "m", shards=2)
-    recipe, data = toy.recipe("int4.32.code.fp16"), [*toy.batches(1), toy.padded([4, 9], side="left")]
+    recipe, data = (
+        toy.recipe("int4.32.code.fp16"),
+        [*toy.batches(1), toy.padded([4, 9], side="left")],
+    )
     artifact = ongrid.quantize(folder, recipe, data, algorithm="gptq", out=tmp_path / "disk")
     ongrid.quantize(model, recipe, data, algorithm="gptq", out=tmp_path / "live")
     disk, live = everything(tmp_path / "disk"), everything(tmp_path / "live")

@@ -58,7 +58,9 @@ def run(
     layer: nn.Module, x: Tensor, grid: str, algorithm: Any = None
 ) -> tuple[list[QTensor], dict[str, Any]]:
     """The stored matrices and the notes of a run on inputs `[tokens in]`."""
-    specs = {f"{path}.weight_quantizer": QuantizerSpec(Grid.parse(grid)) for path in find_linears(layer)}
+    specs = {
+        f"{path}.weight_quantizer": QuantizerSpec(Grid.parse(grid)) for path in find_linears(layer)
+    }
     insert(layer, specs, find_linears(layer))
     replay = Replay(Capture([x[None]], [[Call((), {}, True)]], [None]), "quantized")
     notes = (algorithm or Gptq()).run(layer, replay)
@@ -78,7 +80,7 @@ def losses(w: Tensor, q: QTensor, x: Tensor) -> Tensor:
     return ((w.double() - q.dequantize(torch.float32).double()) @ x.double().T).square().sum(1)
 
 
-# ---- the oracle ---------------------------------------------------------------------------------
+# ---- the oracle ------------------------------------------------------------------------------
 
 
 def oracle_fit(w: Tensor, bits: int, zero: bool) -> tuple[Tensor, Tensor]:
@@ -132,9 +134,7 @@ def test_a_dense_float64_loop_gives_the_same(bits: int, zero: bool, block: int, 
     factor = factorise(h[columns][:, columns], 0.01)
     assert factor is not None
     grid = Grid.parse(f"int{bits}.32.{'code' if zero else 'sym'}.fp16")
-    parts = sweep(
-        grid, w, factor.u, torch.float32, block=block, order=columns if order else None
-    )
+    parts = sweep(grid, w, factor.u, torch.float32, block=block, order=columns if order else None)
     rows = (parts.codes != codes).any(1) | (parts.scale != scales).any(1)
     assert int(rows.sum()) <= 1
 
@@ -145,7 +145,7 @@ def test_the_oracle_is_not_plain_rounding():
     assert float((codes != plain("int4.32.sym.fp16", weight(layer)).codes).float().mean()) > 0.2
 
 
-# ---- T01: a rank-deficient Hessian ----------------------------------------------------------------
+# ---- T01: a rank-deficient Hessian -----------------------------------------------------------
 
 
 def deficient() -> Tensor:
@@ -182,7 +182,7 @@ def test_all_rows_zero(zero: str):
     assert notes["fan.0"]["dead_columns"] == IN and notes["fan.0"]["tokens"] == 16
 
 
-# ---- laws -----------------------------------------------------------------------------------------
+# ---- laws ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [False, True])
@@ -274,12 +274,12 @@ def test_errors_are_those_of_the_compute_dtype(dtype: torch.dtype):
     assert float(after) < 0.9 * float(before)
 
 
-# ---- statistics -----------------------------------------------------------------------------------
+# ---- statistics ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_second_moment(dtype: torch.dtype):
-    """Against float64 on the same inputs. Bound: one float32 rounding for each product and each sum,
+    """Against float64 on the same inputs. Bound: a float32 rounding for each product and each sum,
     whatever the order, (tokens + 1) * 2**-24 of the sum of absolute products."""
     moment, batches = SecondMoment(), [correlated(n, seed=n).to(dtype) for n in (130, 1, 77)]
     for batch in batches:
@@ -317,7 +317,7 @@ def test_a_second_moment_that_overflows_is_refused():
     assert caught.value.remedy
 
 
-# ---- damping --------------------------------------------------------------------------------------
+# ---- damping ---------------------------------------------------------------------------------
 
 
 def with_lowest(eigenvalue: float, n: int = IN) -> Tensor:
@@ -328,12 +328,16 @@ def with_lowest(eigenvalue: float, n: int = IN) -> Tensor:
     return (h + eigenvalue * torch.outer(v, v)).float()
 
 
-@pytest.mark.parametrize(("eigenvalue", "damp"), [(-0.005, 0.01), (-0.05, 0.1), (-0.5, 1), (-5, 10)])
+@pytest.mark.parametrize(
+    ("eigenvalue", "damp"), [(-0.005, 0.01), (-0.05, 0.1), (-0.5, 1), (-5, 10)]
+)
 def test_damping_grows_until_the_factor_exists(eigenvalue: float, damp: float):
     h = with_lowest(eigenvalue)
     factor = factorise(h, 0.01)
     assert factor is not None and factor.damp == pytest.approx(damp)
-    inverse = torch.linalg.inv(h.double() + factor.damp * h.double().diagonal().mean() * torch.eye(IN))
+    inverse = torch.linalg.inv(
+        h.double() + factor.damp * h.double().diagonal().mean() * torch.eye(IN)
+    )
     u = factor.u.double()
     assert torch.equal(u, u.triu())
     # Bound: float32 Cholesky and inverse of a matrix with a condition number below 1e3.
@@ -352,9 +356,7 @@ def test_a_module_whose_hessian_is_hopeless_is_rounded_plainly_and_named(
             self.sum = with_lowest(-50, 96)
 
     monkeypatch.setattr(SecondMoment, "update", indefinite)
-    ongrid.quantize(
-        toy.build(), toy.recipe(), toy.batches(), algorithm="gptq", out=tmp_path / "q"
-    )
+    ongrid.quantize(toy.build(), toy.recipe(), toy.batches(), algorithm="gptq", out=tmp_path / "q")
     artifact = ongrid.Artifact.open(tmp_path / "q")
     notes = {p: n for record in artifact.records().values() for p, n in record["notes"].items()}
     hopeless = {path for path, note in notes.items() if "rounded_plainly" in note}
@@ -370,5 +372,5 @@ def test_a_module_whose_hessian_is_hopeless_is_rounded_plainly_and_named(
 
 @pytest.mark.parametrize("settings", [{"damp": 0.0}, {"damp": -1.0}, {"damp": 20.0}, {"block": 0}])
 def test_settings_that_make_no_sense(settings: dict[str, Any]):
-    with pytest.raises(ConfigError, match="gptq: (damp|block) must be"):
+    with pytest.raises(ConfigError, match=r"gptq: (damp|block) must be"):
         Gptq(**settings)

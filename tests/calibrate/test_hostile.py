@@ -1,4 +1,4 @@
-"""Bad input: one error that names the thing and the remedy, and nothing that a loader would take."""
+"""Bad input: one error that names thing and remedy, and nothing that a loader would take."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def poisoned() -> Iterator[Any]:
     yield
 
 
-# ---- sources --------------------------------------------------------------------------------------
+# ---- sources ---------------------------------------------------------------------------------
 
 
 def truncate(folder: Path) -> None:
@@ -99,7 +99,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing config": (lambda f: (f / "config.json").unlink(), ["no config.json"]),
     "broken config": (lambda f: (f / "config.json").write_text("{"), ["config.json is not JSON"]),
     "index and files": (unlist, ["model.layers.1.mlp.up_proj.weight", "index"]),
-    "lost tensor": (lose("model.layers.1.mlp.up_proj.weight"), ["model.layers.1.mlp.up_proj.weight"]),
+    "lost tensor": (lose("model.layers.1.mlp.up_proj.weight"), ["layers.1.mlp.up_proj.weight"]),
     "other shapes": (widen, ["model.layers.0.mlp", "[96, 64]", "[128, 64]"]),
     "unknown model": (config_with(model_type="lama"), ["lama"]),
     "quantized": (
@@ -152,14 +152,14 @@ def test_non_finite_source_weights(
     assert name in message and "2 of" in message
 
 
-# ---- output folders -------------------------------------------------------------------------------
+# ---- output folders --------------------------------------------------------------------------
 
 
 def test_an_output_folder_that_is_in_use(source: Path, tmp_path: Path):
     out = tmp_path / "q"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(StoreError, match="not empty: thesis.tex") as caught:
+    with pytest.raises(StoreError, match=r"not empty: thesis\.tex") as caught:
         ongrid.quantize(**gptq(source, out, poisoned()))
     message = str(caught.value)
     assert str(out) in message and "overwrite" in message
@@ -177,7 +177,7 @@ def test_an_output_folder_that_cannot_be(source: Path, tmp_path: Path):
             ongrid.quantize(**gptq(source, out, poisoned()))
         assert str(out) in str(caught.value) and caught.value.remedy
     before = toy.contents(source)
-    with pytest.raises(StoreError, match="the model's own folder|not empty"):
+    with pytest.raises(StoreError, match=r"the model's own folder|not empty"):
         ongrid.quantize(**gptq(source, source, poisoned()), overwrite=True)
     assert toy.contents(source) == before
 
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full(source: Path, tmp_path: Path, monkeypatch: pytest.M
     assert ongrid.quantize(**gptq(source, out)).complete  # type: ignore[union-attr]
 
 
-# ---- batches --------------------------------------------------------------------------------------
+# ---- batches ---------------------------------------------------------------------------------
 
 
 ROW: list[Any] = [[1, 2, 3]]
@@ -273,6 +273,22 @@ def test_arguments_that_a_model_does_not_take():
     ongrid.quantize(Strict(), toy.recipe(), batches, algorithm="gptq")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({**toy.recipe(), "algorithm": "gptq"}, "unknown key 'algorithm'"),
+        (toy.recipe("int4.32.code.fp16", ("*.experts.*", None)), "rule 3 matches nothing"),
+        (toy.recipe("int4.48.code.fp16"), "do not divide into blocks of 48"),
+        ("int4_g46", "no recipe is called 'int4_g46'"),
+    ],
+)
+def test_recipes(wrong: Any, part: str, source: Path, tmp_path: Path):
+    with pytest.raises(OngridError) as caught:
+        ongrid.quantize(**gptq(source, tmp_path / "q", poisoned(), wrong))
+    assert part in str(caught.value) and caught.value.remedy
+    assert not (tmp_path / "q").exists()
+
+
 def test_data_that_is_missing(source: Path, tmp_path: Path):
     kwargs = {"algorithm": "gptq", "out": tmp_path / "q"}
     message = refused(CalibrationError, source, toy.recipe(), **kwargs)
@@ -280,7 +296,7 @@ def test_data_that_is_missing(source: Path, tmp_path: Path):
     assert not (tmp_path / "q").exists()
 
 
-# ---- models ---------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_quantized_already(tmp_path: Path):
@@ -307,6 +323,8 @@ def test_weights_that_the_compute_dtype_cannot_hold(tmp_path: Path):
     """The scale fits fp16, and so does the weight, but the grid's lowest level does not."""
     model = toy.build(dtype=torch.float16)
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 60000.0
-    with pytest.raises(OngridError, match=r"(?s)layers\.1\.mlp\.up_proj.*not finite in torch.float16"):
+    with pytest.raises(
+        OngridError, match=r"(?s)layers\.1\.mlp\.up_proj.*not finite in torch.float16"
+    ):
         ongrid.quantize(model, toy.recipe("int4.32.sym.fp32"), out=tmp_path / "q")
     assert not (tmp_path / "q" / "config.json").exists()

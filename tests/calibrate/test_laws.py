@@ -29,7 +29,7 @@ from ongrid.nn import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = list(ongrid.ALGORITHMS)
 
-# What an algorithm makes small, of each row of a weight: errors `[out in]` and inputs `[tokens in]`.
+# What an algorithm makes small in each row of a weight, by errors `[out in]`, inputs `[tokens in]`.
 # A new algorithm writes its own objective here.
 Objective = Callable[[Tensor, Tensor], Tensor]
 OBJECTIVES: dict[str, Objective] = {
@@ -64,7 +64,9 @@ class Scene:
         specs["self_attn.o_proj.input_quantizer"] = QuantizerSpec(
             Grid.parse("int8.channel.sym.fp32"), dynamic=True
         )
-        static = {"mlp.down_proj.input_quantizer": QuantizerSpec(Grid.parse("int8.tensor.sym.fp32"))}
+        static = {
+            "mlp.down_proj.input_quantizer": QuantizerSpec(Grid.parse("int8.tensor.sym.fp32"))
+        }
         return specs if self.algorithm.check(static) else specs | static
 
     def run(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Scene:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_acts_only_through_weights_and_quantizers(name: str, dtype: torch.dtype):
-    """Parameters, inputs and neighbours are as they were, by identity and bit for bit; no hook stays."""
+    """Parameters, inputs and neighbours keep identity and bits, and no hook stays."""
     scene = Scene(name, dtype)
     inputs = [(h, h.clone()) for h in scene.replay.hidden]
     others = {n: t.clone() for n, t in scene.model.state_dict().items() if ".layers.1." not in n}
@@ -149,7 +151,9 @@ def statistics(scene: Scene) -> dict[str, Tensor]:
     with torch.no_grad():
         for batch, hidden in enumerate(twin.replay.hidden):
             twin.replay.found.calls[1][batch].run(twin.layer, hidden)
-    keeps = [k if k is not None else torch.ones(2, 12, dtype=torch.bool) for k in twin.replay.found.keep]
+    keeps = [
+        k if k is not None else torch.ones(2, 12, dtype=torch.bool) for k in twin.replay.found.keep
+    ]
     return {
         path: torch.cat([x[keep] for x, keep in zip(seen, keeps, strict=True)])
         for path, seen in found.items()

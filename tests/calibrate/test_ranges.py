@@ -43,9 +43,7 @@ class One(nn.Module):
 
 def quantized(w: Tensor, grid: str, algorithm: str) -> tuple[QTensor, dict[str, Any]]:
     layer = One(w)
-    insert(
-        layer, {"proj.weight_quantizer": QuantizerSpec(Grid.parse(grid))}, find_linears(layer)
-    )
+    insert(layer, {"proj.weight_quantizer": QuantizerSpec(Grid.parse(grid))}, find_linears(layer))
     notes = parse_algorithm(algorithm).run(layer, Replay(Capture(), "float"))
     return freeze(layer)["proj"], notes
 
@@ -137,7 +135,7 @@ def test_blocks_that_vanish_are_reported():
         assert not q.dequantize(torch.float32)[1, :16].any()
 
 
-# ---- static activations ---------------------------------------------------------------------------
+# ---- static activations ----------------------------------------------------------------------
 
 
 def brute_force(model: Any, path: str, batches: list[dict[str, Tensor]], *, out: bool) -> Tensor:
@@ -217,7 +215,10 @@ def test_a_quantizer_that_no_token_reaches_is_an_error():
     specs = {
         f"{path}.{kind}_quantizer": QuantizerSpec(Grid.parse(grid))
         for path in ("proj", "spare")
-        for kind, grid in {"weight": "int8.channel.sym.fp32", "input": "int8.tensor.sym.fp32"}.items()
+        for kind, grid in {
+            "weight": "int8.channel.sym.fp32",
+            "input": "int8.tensor.sym.fp32",
+        }.items()
     }
     insert(layer, specs, find_linears(layer))
     replay = Replay(Capture([torch.randn(1, 6, 16)], [[Call((), {}, True)]], [None]), "float")
@@ -226,7 +227,9 @@ def test_a_quantizer_that_no_token_reaches_is_an_error():
 
 
 def test_static_ranges_cannot_do_without_data():
-    recipe = toy.recipe("int8.channel.sym.fp32", ("*.layers.*.input_quantizer", "int8.tensor.sym.fp32"))
+    recipe = toy.recipe(
+        "int8.channel.sym.fp32", ("*.layers.*.input_quantizer", "int8.tensor.sym.fp32")
+    )
     with pytest.raises(CalibrationError, match="rtn sees no data, and 21 quantizers") as caught:
         ongrid.quantize(toy.build(), recipe)
     assert "max" in caught.value.remedy

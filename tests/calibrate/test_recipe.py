@@ -35,7 +35,7 @@ ALL64 = rule("*.weight_quantizer", "int4.64.code.fp16")
 OUTSIDE = rule("<outside>", None)
 
 
-# ---- T05 ------------------------------------------------------------------------------------------
+# ---- T05 -------------------------------------------------------------------------------------
 
 
 def test_a_group_that_does_not_divide_is_found_before_data_is_read():
@@ -77,7 +77,7 @@ def test_what_is_left_in_float_is_listed_and_bit_identical(tmp_path: Path):
         assert torch.equal(stored, source.get_submodule(path).weight)
 
 
-# ---- problems -------------------------------------------------------------------------------------
+# ---- problems --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_quantizers_that_cannot_be(line: dict[str, Any], message: str):
     assert "rule 3" in str(caught.value) and caught.value.remedy
 
 
-# ---- meaning --------------------------------------------------------------------------------------
+# ---- meaning ---------------------------------------------------------------------------------
 
 
 def test_the_last_rule_that_matches_decides():
@@ -208,7 +208,7 @@ def test_outside_is_all_that_is_in_no_decoder_layer():
 def test_the_path_of_the_layers_may_be_given():
     recipe = {**rules(ALL4), "layers": "model.layers"}
     assert ongrid.plan(toy.build(), recipe).stack.size == 3
-    with pytest.raises(OngridError, match="no list of layers at 'model.blocks'"):
+    with pytest.raises(OngridError, match=r"no list of layers at 'model\.blocks'"):
         ongrid.plan(toy.build(), {**recipe, "layers": "model.blocks"})
 
 
@@ -240,7 +240,7 @@ def test_bits_per_weight():
     assert plan.bits_per_weight == 4 + 24 / 64
 
 
-# ---- presets and files ----------------------------------------------------------------------------
+# ---- presets and files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets())

@@ -1,4 +1,4 @@
-"""Killed anywhere and run again, the files are those of a run that nothing stopped, byte for byte."""
+"""Killed anywhere and run again: the files of a run that nothing stopped, byte for byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ongrid.quantize import Progress
 
 SRC = Path(ongrid.__file__).parents[1]
 LAYERS = 4
-RECIPE = toy.recipe("int4.32.code.fp16", ("lm_head.weight_quantizer", "int8.channel.sym.fp16"))
+HEAD = ("lm_head.weight_quantizer", "int8.channel.sym.fp16")
+RECIPE = toy.recipe("int4.32.code.fp16", HEAD)
 LAYER_2, INPUTS_3 = "model-layer-00002.safetensors", "inputs-00003.safetensors"
 
 
@@ -96,7 +97,7 @@ def half(folder: Path, tmp_path: Path) -> Path:
     return out
 
 
-# ---- killed -----------------------------------------------------------------------------------------
+# ---- killed ----------------------------------------------------------------------------------
 
 CHILD = """
     import os, signal, sys
@@ -171,18 +172,16 @@ def test_killed_and_resumed(point: str, folder: Path, whole: dict[str, bytes], t
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_another_process_gives_equal_bytes(
-    folder: Path, whole: dict[str, bytes], tmp_path: Path
-):
+def test_another_process_gives_equal_bytes(folder: Path, whole: dict[str, bytes], tmp_path: Path):
     assert python(CHILD, folder, tmp_path / "q", "progress", "never", 1) == 0
     assert toy.contents(tmp_path / "q") == whole
 
 
-# ---- resumed ----------------------------------------------------------------------------------------
+# ---- resumed ---------------------------------------------------------------------------------
 
 
 def test_what_is_done_is_not_done_again(folder: Path, whole: dict[str, bytes], half: Path):
-    """Layers that run: the third for its statistics and to go on, and so on; the first two never."""
+    """The third layer runs for its statistics and to go on, and so on; the first two never."""
     stats = {path: path.stat().st_mtime_ns for path in half.glob("*.safetensors")}
     assert len(stats) == 2
     seen = run(folder, half)
@@ -217,9 +216,7 @@ def test_without_data_nothing_is_kept(algorithm: str, folder: Path, tmp_path: Pa
     assert toy.contents(tmp_path / "q") == toy.contents(tmp_path / "whole")
 
 
-def test_a_complete_artifact_costs_nothing(
-    folder: Path, whole: dict[str, bytes], tmp_path: Path
-):
+def test_a_complete_artifact_costs_nothing(folder: Path, whole: dict[str, bytes], tmp_path: Path):
     out = tmp_path / "q"
     for name, content in whole.items():
         (out / name).parent.mkdir(exist_ok=True, parents=True)
@@ -230,7 +227,7 @@ def test_a_complete_artifact_costs_nothing(
     assert ongrid.Artifact.open(out).damage() == []
 
 
-# ---- damage -----------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -273,7 +270,7 @@ def test_damage_of_a_complete_artifact_is_named(folder: Path, tmp_path: Path):
     ]  # fmt: skip
 
 
-# ---- refusals ---------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------
 
 
 def other_token() -> list[dict[str, torch.Tensor]]:
@@ -295,8 +292,7 @@ CHANGES = {
     "token": ({"batches": other_token()}, ["data.sha256 "]),
     "batches": ({"batches": data()[:2]}, ["data.batches 3, now 2", "data.rows 6, now 4"]),
     "group": (
-        {"recipe": {**RECIPE, "rules": [{**RECIPE["rules"][0], "grid": "int4.16.code.fp16"}]
-                    + RECIPE["rules"][1:]}},
+        {"recipe": toy.recipe("int4.16.code.fp16", HEAD)},
         ['recipe.rules[0].grid "int4.32.code.fp16", now "int4.16.code.fp16"'],
     ),
     "setting": ({"algorithm": "gptq:damp=0.05"}, ["algorithm.damp 0.01, now 0.05"]),
@@ -365,7 +361,7 @@ def test_kept_inputs_of_other_batches_are_refused(folder: Path, half: Path):
         run(folder, half, batches=longer, accept=["data"])
 
 
-# ---- models in memory -------------------------------------------------------------------------------
+# ---- models in memory ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [(0, "forward"), (2, "forward"), (4, "outside"), None])
@@ -400,7 +396,7 @@ def test_a_model_in_memory_is_as_if_nothing_had_stopped_it(
         assert torch.equal(resumed(**data()[0]).logits, expected(**data()[0]).logits)
 
 
-# ---- random states ----------------------------------------------------------------------------------
+# ---- random states ---------------------------------------------------------------------------
 
 STATES = """
     import random, sys

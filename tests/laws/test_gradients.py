@@ -26,11 +26,13 @@ def ask(weight: AbstractWeight) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def closed_form(weight: AbstractWeight, d: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gradient of every parameter from that of the decoded weight, float64, and the sum of the
-    magnitudes that were added up for it: what its rounding errors are relative to.
+def closed_form(
+    weight: AbstractWeight, q: QTensor, d: Tensor, size: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradient of every parameter from that of the decoded weight q, float64, and the magnitudes
+    that were added up for it, from those of d: what rounding errors are relative to.
     """
-    q, grid = weight.freeze(), weight.grid
+    grid = weight.grid
     s = grid.scales(q.parts.scale).double()
     values = torch.from_numpy(level_values(grid.levels.name))
     levels = values[values.isnan().logical_not()].unique()
@@ -39,24 +41,27 @@ def closed_form(weight: AbstractWeight, d: Tensor) -> dict[str, tuple[Tensor, Te
     if q.parts.zero is not None:
         stored = values[q.parts.zero.long()] if grid.zero == "code" else q.parts.zero.double()
         z = spread(q, stored)
-    offset, shift = (z, 0) if grid.zero == "code" else (0, z)
+    offset, shift = (z, z * 0) if grid.zero == "code" else (z * 0, z)
     u, inside = torch.zeros_like(v), torch.zeros_like(v)  # fixed codes move with nothing
     found: dict[str, tuple[Tensor, Tensor]] = {}
     if isinstance(weight, LatentWeight):
         u = (weight.latent.double() - shift) / wide_s
         level = u.round() + offset if grid.zero == "code" else u
         inside = unclamped(grid, levels, level).double()
-        found["latent"] = d * inside, d.abs()
+        found["latent"] = d * inside, size + 2**-128 / wide_s  # d * s may be subnormal
     terms = {"scale": d * (v - offset - inside * u)}
     if grid.zero == "code":
         terms["zero"] = -d * wide_s * (1 - inside)
     if grid.zero == "shift":
         terms["zero"] = d * (1 - inside)
     # The sums cancel: each term came as a difference of two.
-    sizes = {"scale": d.abs() * (v.abs() + u.abs() + offset), "zero": d.abs() * (wide_s + 1)}
-    found |= {n: (summed(q, t), summed(q, sizes[n].abs())) for n, t in terms.items()}
+    u = torch.where(inside > 0, u, 0)
+    sizes = {"scale": size * (v.abs() + u.abs() + offset.abs()), "zero": size * (wide_s + 1)}
+    found |= {n: (summed(q, t), summed(q, sizes[n])) for n, t in terms.items()}
     if isinstance(weight.scale, AbstractWeight):
-        of_scales = closed_form(weight.scale, found.pop("scale")[0])
+        assert isinstance(q.parts.scale, Parts) and isinstance(grid.scale, Grid)
+        inner = QTensor(grid.scale, q.parts.scale)
+        of_scales = closed_form(weight.scale, inner, *found.pop("scale"))
         found |= {f"scale.{n}": pair for n, pair in of_scales.items()}
     return found
 
@@ -92,7 +97,7 @@ def assert_close(weight: AbstractWeight, d: Tensor) -> None:
     magnitudes that were added.
     """
     weight().backward(d)
-    expected = closed_form(weight, d.double())
+    expected = closed_form(weight, weight.freeze(), d.double(), d.double().abs())
     parameters = dict(weight.named_parameters())
     assert parameters.keys() <= expected.keys()
     for name, p in parameters.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,17 +93,26 @@ class Capture:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the context a model is in eval mode; then each module is in its own mode again."""
+    """Within the context a model computes as it is deployed, whatever the caller has set around it.
+
+    In eval mode, without autocast, in tensors that count their changes. Afterwards each module is in
+    its own mode again; modules that were put in meanwhile are in that of the whole.
+    """
     # Weak: a module that is dropped or replaced meanwhile must not keep its memory.
     modes = weakref.WeakKeyDictionary({module: module.training for module in model.modules()})
     mode = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(mode)  # modules that were put in meanwhile take the mode of the whole
-        for module, own in modes.items():
-            module.training = own
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    with ExitStack() as settings:
+        settings.enter_context(torch.inference_mode(False))
+        for kind in sorted(kinds | {"cpu"}):
+            settings.enter_context(torch.autocast(kind, enabled=False))
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(mode)
+            for module, own in modes.items():
+                module.training = own
 
 
 @torch.no_grad()

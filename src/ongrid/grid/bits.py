@@ -8,15 +8,28 @@ of GPTQ's `qweight` at every width (3-bit codes straddle words: 10, a split one,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Int32, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ongrid.errors import PackingError
 
-# Eight codes of b bits fill exactly b bytes, at every width: the unit in which everything below
-# works.
-_UNIT = 8
+
+class _Unit(NamedTuple):
+    """The least run of codes that fills whole bytes, and the integer that it is shifted in."""
+
+    codes: int
+    bytes: int
+    word: torch.dtype
+
+
+def _unit(bits: int) -> _Unit:
+    if 8 % bits == 0:
+        return _Unit(8 // bits, 1, torch.uint8)
+    return _Unit(8, bits, torch.int64)
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -31,15 +44,13 @@ def pack(codes: UInt8[Tensor, "*rows n"], bits: int) -> UInt8[Tensor, "*rows byt
     """
     _check(codes, bits)
     *rows, n = codes.shape
-    if bits == 8:
-        return codes.clone()
-    padded = torch.nn.functional.pad(codes, (0, -n % _UNIT))
-    units = padded.reshape(*rows, -1, _UNIT)
-    stream = torch.zeros(units.shape[:-1], dtype=torch.int64, device=codes.device)
-    for i in range(_UNIT):
-        stream |= units[..., i].to(torch.int64) << (bits * i)
-    flat = stream.unsqueeze(-1).view(torch.uint8)[..., :bits].reshape(*rows, -1)
-    return flat[..., : packed_bytes(n, bits)].contiguous()
+    unit = _unit(bits)
+    runs = pad(codes, (0, -n % unit.codes)).reshape(*rows, -1, unit.codes)
+    words = runs[..., 0].to(unit.word)
+    for i in range(1, unit.codes):
+        words = words | (runs[..., i].to(unit.word) << (bits * i))
+    stream = words.unsqueeze(-1).view(torch.uint8)[..., : unit.bytes].reshape(*rows, -1)
+    return stream[..., : packed_bytes(n, bits)].contiguous()
 
 
 def unpack(packed: UInt8[Tensor, "*rows bytes"], bits: int, n: int) -> UInt8[Tensor, "*rows n"]:
@@ -50,14 +61,12 @@ def unpack(packed: UInt8[Tensor, "*rows bytes"], bits: int, n: int) -> UInt8[Ten
             f"{n} codes of {bits} bits fill {packed_bytes(n, bits)} bytes, found {width}",
             remedy="The file was packed for another shape or width.",
         )
-    if bits == 8:
-        return packed.clone()
-    units = torch.nn.functional.pad(packed, (0, -width % bits)).reshape(*rows, -1, bits)
-    stream = torch.nn.functional.pad(units, (0, _UNIT - bits)).view(torch.int64).squeeze(-1)
-    codes = torch.empty((*stream.shape, _UNIT), dtype=torch.uint8, device=packed.device)
-    for i in range(_UNIT):
-        codes[..., i] = (stream >> (bits * i)) & (2**bits - 1)
-    return codes.reshape(*rows, -1)[..., :n].contiguous()
+    unit = _unit(bits)
+    runs = pad(packed, (0, -width % unit.bytes)).reshape(*rows, -1, unit.bytes)
+    words = runs if unit.bytes == 1 else pad(runs, (0, 8 - unit.bytes)).view(unit.word)
+    mask = 2**bits - 1
+    codes = [((words >> (bits * i)) & mask).to(torch.uint8) for i in range(unit.codes)]
+    return torch.cat(codes, -1).reshape(*rows, -1)[..., :n].contiguous()
 
 
 def pack_words(

@@ -102,6 +102,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 @snap.register_fake
+@positive.register_fake
 def _(x: Tensor, grid: str) -> Tensor:
     return torch.empty_like(x)
 
@@ -146,7 +147,8 @@ def encode_backward(
     level = u
     if z is not None and g.zero == "code":
         level = u.round() + g.levels.value(spread(z, order))
-    d = d * g.levels.unclamped(level)
+    inside = g.levels.unclamped(level)
+    d, u = d * inside, u.masked_fill(~inside, 0)  # u may be infinite, and 0 * infinity is NaN
     dz = d.new_empty(0)
     if z is not None:
         dz = _reduced(d if g.zero == "code" else -d / wide, s, order).to(z.dtype)

@@ -44,6 +44,7 @@ MANIFEST_FILE = "ongrid.json"
 CONFIG_FILE = "config.json"
 RESUME_FOLDER = ".resume"
 REST = "rest"
+_MODEL_FILES = {MANIFEST_FILE, CONFIG_FILE, INDEX_FILE, RESUME_FOLDER}
 
 
 def layer_segment(index: int) -> str:
@@ -377,7 +378,14 @@ def _verified(path: Path) -> dict[str, Any] | None:
 
 
 def _empty(folder: Path) -> None:
-    """Removes a model's files, and refuses a folder that holds more than one model would."""
+    """Removes a model's files, and refuses a folder that does not look like a model's."""
+    names = {path.name for path in folder.iterdir()}
+    if names and not any(n in _MODEL_FILES or n.endswith(".safetensors") for n in names):
+        raise StoreError(
+            f"not emptied, since it is no model's folder: {', '.join(sorted(names)[:5])}",
+            where=str(folder),
+            remedy="Choose another output folder, or clear this one by hand.",
+        )
     folders = [p.name for p in folder.iterdir() if p.is_dir() and p.name != RESUME_FOLDER]
     if folders:
         raise StoreError(
