@@ -164,10 +164,14 @@ def test_an_output_folder_that_is_in_use(source: Path, tmp_path: Path):
     message = str(caught.value)
     assert str(out) in message and "overwrite" in message
     assert toy.contents(out) == {"thesis.tex": b"years of work"}
+    with pytest.raises(StoreError, match=r"no model's folder: thesis\.tex"):
+        ongrid.quantize(**gptq(source, out), overwrite=True)
+    assert toy.contents(out) == {"thesis.tex": b"years of work"}
+    (out / "config.json").write_text("{}")
     (out / "sub").mkdir()
     with pytest.raises(StoreError, match="holds folders, which overwriting would not touch: sub"):
         ongrid.quantize(**gptq(source, out), overwrite=True)
-    assert toy.contents(out) == {"thesis.tex": b"years of work"}
+    assert set(toy.contents(out)) == {"thesis.tex", "config.json"}
 
 
 def test_an_output_folder_that_cannot_be(source: Path, tmp_path: Path):

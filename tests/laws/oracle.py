@@ -197,7 +197,10 @@ def as_result(grid: Grid, parts: Parts) -> Result:
 
 def same(a: Result, b: Result) -> bool:
     """Whether codes, scales and zeros are equal."""
-    scales = same(a.scale, b.scale) if isinstance(a.scale, Result) else _equal(a.scale, b.scale)
+    if isinstance(a.scale, Result) and isinstance(b.scale, Result):
+        scales = same(a.scale, b.scale)
+    else:
+        scales = _equal(a.scale, b.scale)
     return scales and _equal(a.codes, b.codes) and _equal(a.zero, b.zero)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_casting_a_model_changes_the_compute_dtype_alone(name: str, kind: str):
     model, frozen = nn.Sequential(weight), weight.freeze()
     before = {n: t.clone() for n, t in weight.state_dict().items()}
     for cast, dtype in CASTS:
-        assert cast(model)[0] is weight and weight.dtype == dtype
+        assert cast(model) is model and weight.dtype == dtype
         after = weight.state_dict()
         assert after.keys() == before.keys()
         for n, t in before.items():
@@ -136,7 +137,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.factors: list[Tensor] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.factors.append(args[-1].clone())
         return func(*args, **(kwargs or {}))

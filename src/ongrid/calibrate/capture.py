@@ -93,10 +93,10 @@ class Capture:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the context a model computes as it is deployed, whatever the caller has set around it.
+    """Within the context a model computes as it is deployed, whatever its caller has set.
 
-    In eval mode, without autocast, in tensors that count their changes. Afterwards each module is in
-    its own mode again; modules that were put in meanwhile are in that of the whole.
+    In eval mode, without autocast, in tensors that count their changes. Afterwards each module is
+    in its own mode again; modules that were put in meanwhile are in that of the whole.
     """
     # Weak: a module that is dropped or replaced meanwhile must not keep its memory.
     modes = weakref.WeakKeyDictionary({module: module.training for module in model.modules()})

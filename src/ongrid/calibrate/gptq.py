@@ -91,13 +91,14 @@ class Gptq(AbstractAlgorithm):
     """Error-compensating rounding of weights, layer by layer.
 
     `damp`: share of the mean diagonal of H that is added to it. `act_order`: columns in order of
-    falling diagonal, with scales fitted before the sweep; codes stay in the order of the source.
+    falling diagonal, with scales fitted before the sweep; groups and codes stay in the order of the
+    source, so that nothing that reads them has to know.
     `scales`: how a scale is fitted, to the range or to the least squared error. `block`: columns
     whose updates are collected in one product, where groups do not say it.
     """
 
     damp: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     scales: Literal["max", "mse"] = "max"
     block: int = 128
     propagate: Propagation = "quantized"
@@ -149,25 +150,18 @@ class Gptq(AbstractAlgorithm):
                 "the second moment of the inputs is not finite",
                 remedy="The inputs overflow float32 when squared: scale them, or keep this float.",
             )
-        factor = factorise(h, self.damp)
-        plain = _plain_parts(weights)
+        # The factor of a permuted H is not a permutation of the factor: order first.
+        order = h.diagonal().argsort(descending=True, stable=True) if self.act_order else None
+        factor = factorise(h if order is None else h[order][:, order], self.damp)
         common = {"tokens": moment.tokens, "dead_columns": int((h.diagonal() == 0).sum())}
         if factor is None:
             reason = f"no damping up to {_MOST_DAMPING:g} makes H positive definite"
             return {}, {path: {**common, "rounded_plainly": reason} for path in weights}
+        grid, dtype = first.grid, first.dtype
         with _one_thread():
-            swept = self._sweep(first.grid, w, h, factor.u, first.dtype)
-        parts, kept = _never_worse(first.grid, w, h, plain, swept, first.dtype)
-        return _split(first.grid, parts, kept, weights, {**common, "damp": factor.damp})
-
-    def _sweep(self, grid: Grid, w: Tensor, h: Tensor, u: Tensor, dtype: torch.dtype) -> Parts:
-        if not self.act_order:
-            return sweep(grid, w, u, dtype, fit=self._fit, block=self.block)
-        order = h.diagonal().argsort(descending=True, stable=True)
-        # The factor of a permuted H is not a permutation of the factor.
-        permuted = factorise(h[order][:, order], self.damp)
-        assert permuted is not None
-        return sweep(grid, w, permuted.u, dtype, fit=self._fit, block=self.block, order=order)
+            swept = sweep(grid, w, factor.u, dtype, fit=self._fit, block=self.block, order=order)
+        parts, kept = _never_worse(grid, w, h, _plain_parts(weights), swept, dtype)
+        return _split(grid, parts, kept, weights, {**common, "damp": factor.damp})
 
     def _fit(self, grid: Grid, w: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         if self.scales == "mse":

@@ -37,7 +37,7 @@ from ongrid.grid.grid import (
 @torch.library.custom_op("ongrid::encode", mutates_args=())
 def encode(w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str) -> Tensor:
     """Codes of w as float32 `[out in]`, from float32 scales `[R C]` and stored zeros."""
-    return encode_values(Grid.parse(grid), w, s, z, order)
+    return encode_values(Grid.parse(grid), w, s, z, order).contiguous()
 
 
 @torch.library.custom_op("ongrid::decode", mutates_args=())
@@ -45,8 +45,7 @@ def decode(
     q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str, dtype: torch.dtype
 ) -> Tensor:
     """The weight `[out in]` in `dtype` that codes stand for, rounded once from float32."""
-    out = decode_values(Grid.parse(grid), q, s, z, order, dtype)
-    return out.clone() if out.data_ptr() == q.data_ptr() else out
+    return decode_values(Grid.parse(grid), q, s, z, order, dtype).contiguous()
 
 
 @torch.library.custom_op("ongrid::store_scale", mutates_args=())
@@ -61,7 +60,7 @@ def store_scale(s: Tensor, grid: str) -> Tensor:
     if not isinstance(parsed.scale, torch.dtype):
         raise ValueError(f"{grid} stores no scale in a dtype")
     least, most = smallest_scale(parsed.scale), torch.finfo(parsed.scale).max
-    return s.float().clamp(least, most).to(parsed.scale).float()
+    return s.float().clamp(least, most).to(parsed.scale).float().contiguous()
 
 
 @torch.library.custom_op("ongrid::store_zero", mutates_args=())
@@ -77,13 +76,13 @@ def store_zero(z: Tensor, grid: str) -> Tensor:
         z = z.clamp(-most, most)
     stored = parsed.store_zero(z)
     assert stored is not None
-    return stored.float()
+    return stored.float().contiguous()
 
 
 @torch.library.custom_op("ongrid::positive", mutates_args=())
 def positive(q: Tensor, grid: str) -> Tensor:
     """Positive scales' codes on their own grid; the gradient passes straight through."""
-    return Grid.parse(grid).positive_codes(q)
+    return Grid.parse(grid).positive_codes(q).contiguous()
 
 
 @torch.library.custom_op("ongrid::snap", mutates_args=())
@@ -92,7 +91,7 @@ def snap(x: Tensor, grid: str) -> Tensor:
 
     The fitted range covers x, so no number is clamped and the straight-through gradient is 1.
     """
-    return Grid.parse(grid).snap(x)
+    return Grid.parse(grid).snap(x).contiguous()
 
 
 @torch.library.custom_op("ongrid::unpack", mutates_args=())
@@ -101,10 +100,17 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     return bit_unpack(packed, bits, n)
 
 
+# What a compiler is told: results are contiguous, whatever the arguments are.
+
+
+def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return t.new_empty(t.shape, dtype=dtype or t.dtype)
+
+
 @snap.register_fake
 @positive.register_fake
 def _(x: Tensor, grid: str) -> Tensor:
-    return torch.empty_like(x)
+    return _empty(x)
 
 
 @unpack.register_fake
@@ -114,24 +120,25 @@ def _(packed: Tensor, bits: int, n: int) -> Tensor:
 
 @encode.register_fake
 def _(w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str) -> Tensor:
-    return torch.empty_like(w, dtype=torch.float32)
+    return _empty(w, torch.float32)
 
 
 @decode.register_fake
 def _(
     q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str, dtype: torch.dtype
 ) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
+    return _empty(q, dtype)
 
 
 @store_scale.register_fake
 @store_zero.register_fake
 def _(x: Tensor, grid: str) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)
+    return _empty(x, torch.float32)
 
 
 # The gradients are ops as well: a compiler would trace them otherwise, and sum in another order.
-# An op returns tensors, never None: a gradient that nobody needs is empty.
+# An op returns tensors, never None: a gradient that nobody needs is empty. Sums run over contiguous
+# copies: their order, and so their last digit, would follow the layout otherwise.
 
 
 @torch.library.custom_op("ongrid::encode_backward", mutates_args=())
@@ -141,9 +148,9 @@ def encode_backward(
     """Gradients of w, s and z from those of the levels."""
     g = Grid.parse(grid)
     counts = block_counts(s, order)
-    wide, d = spread(s, order), grouped(dv.float(), *counts)
+    wide, d = spread(s, order), grouped(dv.float().contiguous(), *counts)
     shift = spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
-    u = (grouped(w, *counts).float() - shift) / wide
+    u = (grouped(w.float().contiguous(), *counts) - shift) / wide
     level = u
     if z is not None and g.zero == "code":
         level = u.round() + g.levels.value(spread(z, order))
@@ -152,7 +159,8 @@ def encode_backward(
     dz = d.new_empty(0)
     if z is not None:
         dz = _reduced(d if g.zero == "code" else -d / wide, s, order).to(z.dtype)
-    return (d / wide).reshape(w.shape).to(w.dtype), _reduced(-d * u / wide, s, order), dz
+    dw = (d / wide).reshape(w.shape).to(w.dtype)
+    return dw, _reduced(-d * u / wide, s, order), dz
 
 
 @torch.library.custom_op("ongrid::decode_backward", mutates_args=())
@@ -162,8 +170,8 @@ def decode_backward(
     """Gradients of the levels, s and z from those of the decoded weight."""
     g = Grid.parse(grid)
     counts = block_counts(s, order)
-    d, wide = grouped(dw.float(), *counts), spread(s, order)
-    v = g.levels.value(grouped(q, *counts))
+    d, wide = grouped(dw.float().contiguous(), *counts), spread(s, order)
+    v = g.levels.value(grouped(q.contiguous(), *counts))
     dz = d.new_empty(0)
     if z is not None:
         if g.zero == "code":
@@ -176,18 +184,18 @@ def decode_backward(
 def _(
     dv: Tensor, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(w), torch.empty_like(s), _like_zero(s, z)
+    return _empty(w), _empty(s), _like_zero(s, z)
 
 
 @decode_backward.register_fake
 def _(
     dw: Tensor, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(dw, dtype=torch.float32), torch.empty_like(s), _like_zero(s, z)
+    return _empty(dw, torch.float32), _empty(s), _like_zero(s, z)
 
 
 def _like_zero(s: Tensor, z: Tensor | None) -> Tensor:
-    return s.new_empty(0) if z is None else torch.empty_like(z)
+    return s.new_empty(0) if z is None else _empty(z)
 
 
 # What follows has the signatures that autograd asks for: a context, inputs as a tuple, gradients.

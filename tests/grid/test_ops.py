@@ -1,0 +1,117 @@
+"""The registered ops are what compilers are told they are: shapes, strides, dtypes, no aliases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ongrid.grid import Grid, ops, pack
+
+FORMS = ["int4.8.sym.fp16", "int4.8.code.fp16", "uint4.8.shift.fp32", "e4m3.4x8.sym.fp32"]
+FORMS += ["nf4.tensor.sym.bf16", "int8.channel.sym.one"]
+each = pytest.mark.parametrize("name", FORMS)
+each_layout = pytest.mark.parametrize("layout", ["rows", "columns"])
+
+
+def check(op: object, *args: object) -> None:
+    torch.library.opcheck(op, args)  # pyright: ignore[reportArgumentType]
+
+
+def trained(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A matrix, scales and zeros as fp32 masters."""
+    grid = Grid.parse(name)
+    w = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    scale, zero = grid.fit(w)
+    masters = w, grid.scales(scale).clone(), None if zero is None else zero.float()
+    w, s, z = (None if t is None else t.requires_grad_() for t in masters)
+    assert w is not None and s is not None
+    return w, s, z
+
+
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    return t if layout == "rows" else t.detach().T.contiguous().T.requires_grad_(t.requires_grad)
+
+
+@each
+@each_layout
+def test_encode_and_decode(name: str, layout: str):
+    w, s, z = trained(name)
+    w = laid_out(w, layout)
+    check(ops.encode, w, s, z, None, name)
+    q = laid_out(ops.encode(w, s, z, None, name).detach().requires_grad_(), layout)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(ops.decode, q, s, z, None, name, dtype)
+
+
+@each
+@each_layout
+def test_their_gradients(name: str, layout: str):
+    w, s, z = trained(name)
+    w, s = laid_out(w.detach(), layout), s.detach()
+    z = None if z is None else z.detach()
+    d = laid_out(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), layout)
+    check(ops.encode_backward, d, w, s, z, None, name)
+    check(ops.encode_backward, d.contiguous(), w, s, z, None, name)
+    q = ops.encode(w, s, z, None, name)
+    check(ops.decode_backward, d, q, s, z, None, name)
+    check(ops.decode_backward, d, laid_out(q, "columns"), s, z, None, name)
+
+
+@each
+def test_gradients_do_not_depend_on_the_layout(name: str):
+    w, s, z = trained(name)
+    d = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    w, s, z = w.detach(), s.detach(), None if z is None else z.detach()
+    q = ops.encode(w, s, z, None, name)
+    turned = [laid_out(t, "columns") for t in (d, w, q)]
+    assert not any(t.is_contiguous() for t in turned)
+    for op, first, second in (
+        (ops.encode_backward, (d, w), turned[:2]),
+        (ops.decode_backward, (d, q), (turned[0], turned[2])),
+    ):
+        for a, b in zip(op(*first, s, z, None, name), op(*second, s, z, None, name), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_with_an_order():
+    name = "int4.8.code.fp16"
+    w, s, z = trained(name)
+    order = torch.tensor([0, 1] * 8, dtype=torch.int32)
+    check(ops.encode, w, s, z, order, name)
+    check(ops.decode, ops.encode(w, s, z, order, name).detach(), s, z, order, name, torch.float16)
+
+
+def test_stored_forms():
+    s = torch.tensor([[0.1, -1.0, 1e9]], requires_grad=True)
+    for name in ("int4.8.sym.fp16", "int4.8.sym.bf16", "int4.8.sym.fp32"):
+        check(ops.store_scale, s, name)
+    for name in ("int4.8.code.fp16", "uint4.8.shift.fp16", "uint4.8.shift.fp32"):
+        check(ops.store_zero, s, name)
+    codes = torch.tensor([[0.0, 130.0, 4.0]], requires_grad=True)
+    check(ops.positive, codes, "e4m3.tensor.sym.fp32")
+    assert ops.positive(codes, "e4m3.tensor.sym.fp32").tolist() == [[1, 1, 4]]
+
+
+def test_a_trained_scale_and_shift_are_stored_finite():
+    s = torch.tensor([[-1.0, 0.0, 1e-12, 3e38, 0.1]])
+    for name, least, most in (("fp16", 2**-24, 65504.0), ("bf16", 2**-126, 3.389531389251535e38)):
+        stored = ops.store_scale(s, f"int4.8.sym.{name}")
+        assert float(stored.min()) == least or name == "bf16"
+        assert stored[0, 0] == stored[0, 1] == least
+        assert float(stored.max()) <= most
+    z = torch.tensor([[1e9, -1e9, 0.1]])
+    fp16 = ops.store_zero(z, "uint4.8.shift.fp16")
+    assert fp16.tolist() == [[65504.0, -65504.0, float(torch.tensor(0.1).half())]]
+    assert ops.store_zero(z, "int4.8.code.fp16").tolist() == [[15, 0, 0]]
+    assert ops.store_zero(z, "uint4.8.shift.fp32").tolist() == z.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_snap_and_unpack(dtype: torch.dtype):
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    check(ops.snap, x, "int8.channel.sym.fp32")
+    check(ops.snap, laid_out(x, "columns"), "e4m3.tensor.sym.fp32")
+    for bits in range(1, 9):
+        codes = torch.full((3, 16), 2**bits - 1, dtype=torch.uint8)
+        check(ops.unpack, pack(codes, bits), bits, 16)
