@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ongrid.errors import CalibrationError, NonFiniteError, StructureError
-from ongrid.hf import score as module
 from ongrid.hf.score import Score, score, score_all
 
 VOCAB = 31
@@ -68,7 +68,8 @@ def naive(of: LlamaForCausalLM, windows: torch.Tensor, against: LlamaForCausalLM
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * VOCAB, 1 << 20])
 @pytest.mark.parametrize("rows_per_forward", [1, 2, 5, 9])
 def test_scores_are_the_formula(windows, rows_per_forward, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    # The package exports a function of the module's name, which hides the module.
+    monkeypatch.setattr(sys.modules["ongrid.hf.score"], "_CHUNK_BYTES", chunk_bytes)
     one, reference = model(1), model(2)
     expected = naive(one, windows, reference)
     found = score(one, windows, against=reference, rows_per_forward=rows_per_forward)

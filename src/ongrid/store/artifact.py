@@ -14,6 +14,7 @@ model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -80,6 +81,10 @@ class Artifact:
         self.folder = folder
         self.manifest = manifest
         self.complete = complete
+        # Stands in every file of a run, so that a file of another run is never taken for its own.
+        self._run = hashlib.sha256(
+            json.dumps(manifest.fingerprint, sort_keys=True).encode()
+        ).hexdigest()
 
     # ---- beginning, resuming, opening ------------------------------------------------------------
 
@@ -122,13 +127,11 @@ class Artifact:
 
     def write(self, segment: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Puts a segment into place, whole or not at all; `record` is JSON kept in its header."""
-        header = {"hash": content_hash(tensors), "segment": segment, **record}
-        metadata = {"format": "pt", "ongrid": json.dumps(header, sort_keys=True, allow_nan=False)}
-        write_shard(self._file(segment), tensors, metadata)
+        self._put(self._file(segment), tensors, {"segment": segment, **record})
 
     def record(self, segment: str) -> dict[str, Any] | None:
         """What was recorded with a segment, or None unless it lies there undamaged."""
-        return _verified(self._file(segment))
+        return self._verified(self._file(segment))
 
     def read(self, segment: str) -> dict[str, Tensor]:
         """The tensors of a segment that is done."""
@@ -137,8 +140,7 @@ class Artifact:
     def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the inputs of a layer for a later run, and drops those of the layers before."""
         (self.folder / RESUME_FOLDER).mkdir(exist_ok=True)
-        header = {"hash": content_hash(tensors), "index": index}
-        write_shard(self._inputs_file(index), tensors, {"ongrid": json.dumps(header)})
+        self._put(self._inputs_file(index), tensors, {"index": index})
 
     def drop_inputs(self, index: int) -> None:
         """Forgets the inputs of a layer that is done."""
@@ -146,7 +148,7 @@ class Artifact:
 
     def inputs(self, index: int) -> dict[str, Tensor] | None:
         """The kept inputs of a layer, or None unless they lie there undamaged."""
-        if _verified(self._inputs_file(index)) is None:
+        if self._verified(self._inputs_file(index)) is None:
             return None
         return _tensors(self._inputs_file(index))
 
@@ -229,6 +231,22 @@ class Artifact:
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors().infos.values())
+
+    def _put(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        header = {"hash": content_hash(tensors), "run": self._run, **record}
+        text = json.dumps(header, sort_keys=True, allow_nan=False)
+        write_shard(path, tensors, {"format": "pt", "ongrid": text})
+
+    def _verified(self, path: Path) -> dict[str, Any] | None:
+        """The record in a file's header, if the file is of this run and holds what it names."""
+        try:
+            file = ShardFile(path)
+            record = json.loads(file.metadata["ongrid"])
+            known = isinstance(record, dict) and record["run"] == self._run
+            held = content_hash({name: file.read(name) for name in file.infos}) if known else None
+        except (StoreError, KeyError, json.JSONDecodeError):
+            return None
+        return record if known and record.get("hash") == held else None
 
     def _file(self, segment: str) -> Path:
         return self.folder / f"model-{segment}.safetensors"
@@ -364,17 +382,6 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
 def _tensors(path: Path) -> dict[str, Tensor]:
     file = ShardFile(path)
     return {name: file.read(name) for name in file.infos}
-
-
-def _verified(path: Path) -> dict[str, Any] | None:
-    """The record in a shard's header if the shard's content has the hash that it names."""
-    try:
-        file = ShardFile(path)
-        record = json.loads(file.metadata["ongrid"])
-        held = content_hash({name: file.read(name) for name in file.infos})
-    except (StoreError, KeyError, json.JSONDecodeError):
-        return None
-    return record if record.get("hash") == held else None
 
 
 def _empty(folder: Path) -> None:
