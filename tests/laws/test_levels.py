@@ -29,17 +29,22 @@ def values_of(levels: AbstractLevels) -> Tensor:
     return levels.value(codes_of(levels)).unique()
 
 
+def middles(levels: AbstractLevels) -> Tensor:
+    """Halfway between neighbouring levels, float64."""
+    v = values_of(levels).double()
+    return v[:-1] + (v[1:] - v[:-1]) / 2
+
+
 def midpoints(levels: AbstractLevels) -> Tensor:
     """The middles of neighbouring levels that are float32 numbers: exact ties."""
-    v = values_of(levels).double()
-    middles = v[:-1] + (v[1:] - v[:-1]) / 2
-    return middles[middles.float().double() == middles].float()
+    exact = middles(levels)
+    return exact[exact.float().double() == exact].float()
 
 
 def trial_numbers(levels: AbstractLevels) -> Tensor:
     """Levels, ties, their float32 neighbours, and numbers of every size; sorted, finite."""
     generator = torch.Generator().manual_seed(0)
-    points = torch.cat([values_of(levels), midpoints(levels)])
+    points = torch.cat([values_of(levels), middles(levels).float()])
     around = [
         torch.nextafter(points, torch.full_like(points, end)) for end in (math.inf, -math.inf)
     ]
