@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ongrid.errors import StructureError
+from ongrid.errors import OngridError, StructureError
 from ongrid.grid import Grid, QTensor
 from ongrid.nn.activation import ActivationQuantizer
 from ongrid.nn.weight import AbstractWeight, CodedWeight, LatentWeight
@@ -113,7 +113,11 @@ def insert(
         w = weight
         if sites[path].transposed:
             w = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
-        place(root, path, _quant_linear(LatentWeight(of_linear[WEIGHT].grid, w), bias, of_linear))
+        try:
+            latent = LatentWeight(of_linear[WEIGHT].grid, w)
+        except OngridError as error:
+            raise error.at(f"{path}.{WEIGHT}") from None
+        place(root, path, _quant_linear(latent, bias, of_linear))
 
 
 def insert_empty(
