@@ -348,6 +348,8 @@ def test_forward_loop():
             model(**batch, labels=batch["input_ids"])
 
     found = captured(model, loop)
+    # Labels would cost a loss at every call.
+    assert all(set(call.kwargs) & {"labels"} == set() for call in read_calls(model, loop))
     assert differences(model, found, plain(model, batches)) == []
 
 

@@ -63,13 +63,15 @@ class Stop(Exception):
     """What stands for a kill where the process must live on."""
 
 
-def stopped(folder: Path, out: Path, *, segment: int = 2, phase: str = "forward") -> Path:
+def stopped(
+    folder: Path, out: Path, *, segment: int = 2, phase: str = "forward", **settings: Any
+) -> Path:
     def stop(progress: Progress) -> None:
         if (progress.segment, progress.phase) == (segment, phase):
             raise Stop
 
     with pytest.raises(Stop):
-        run(folder, out, stop=stop)
+        run(folder, out, stop=stop, **settings)
     return out
 
 
@@ -205,12 +207,7 @@ def test_without_data_nothing_is_kept(algorithm: str, folder: Path, tmp_path: Pa
     settings = {"algorithm": algorithm, "batches": None}
     run(folder, tmp_path / "whole", **settings)
 
-    def stop(progress: Progress) -> None:
-        if progress.segment == 2:
-            raise Stop
-
-    with pytest.raises(Stop):
-        run(folder, tmp_path / "q", stop=stop, **settings)
+    stopped(folder, tmp_path / "q", phase="calibrate", **settings)
     assert not (tmp_path / "q" / ".resume").exists()
     assert segments(run(folder, tmp_path / "q", **settings)) == [2, 3, 4]
     assert toy.contents(tmp_path / "q") == toy.contents(tmp_path / "whole")
@@ -257,6 +254,18 @@ def test_damage_is_found_and_made_good(
     harm, name, begins = DAMAGES[case]
     harm(half / name)
     assert segments(run(folder, half))[0] == begins
+    assert toy.contents(half) == whole
+
+
+def test_a_shard_of_another_run_is_not_taken(
+    folder: Path, whole: dict[str, bytes], half: Path, tmp_path: Path
+):
+    """It is whole and has the right name, and its content has the hash that it names."""
+    other = stopped(folder, tmp_path / "other", algorithm="gptq:damp=0.05")
+    for name in ("model-layer-00001.safetensors", ".resume/inputs-00002.safetensors"):
+        assert (other / name).read_bytes() != (half / name).read_bytes()
+        shutil.copy(other / name, half / name)
+    assert segments(run(folder, half))[0] == 0
     assert toy.contents(half) == whole
 
 
