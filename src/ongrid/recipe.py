@@ -10,6 +10,9 @@ A recipe is a YAML file:
 A rule matches quantizer paths with `*`, `?` and `[]`. The last rule that matches decides, and
 `null` keeps float. `<outside>` stands for everything outside the decoder layers. A pattern that
 matches nothing is an error, unless its rule says `optional: true`.
+
+Rules reach linear layers. Where most of a decoder is anything else (fused experts), a recipe is
+refused, unless it says `partial: true`: then the rest is quantized.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib.resources
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,6 +36,7 @@ from ongrid.nn import (
     WEIGHT,
     ActivationQuantizer,
     LinearSite,
+    OtherWeight,
     QuantizerSpec,
     Stack,
     group_by_linear,
@@ -39,7 +44,7 @@ from ongrid.nn import (
 
 OUTSIDE = "<outside>"
 NO_RULE = "no rule matches"
-_KEYS = ("name", "rules", "layers")
+_KEYS = ("name", "rules", "layers", "partial")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Recipe:
     rules: tuple[Rule, ...]
     layers: str | None = None
     """The path of the decoder's list of layers, where a model's structure does not tell it."""
+    partial: bool = False
+    """Whether most of the decoder may stay float because no linear layer holds it."""
 
     @staticmethod
     def load(source: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
@@ -90,14 +97,26 @@ class Recipe:
     def to_plain(self) -> dict[str, Any]:
         """The dictionary that `load` reads back."""
         layers = {} if self.layers is None else {"layers": self.layers}
-        return {"name": self.name, "rules": [asdict(rule) for rule in self.rules], **layers}
+        partial = {"partial": True} if self.partial else {}
+        rules = [asdict(rule) for rule in self.rules]
+        return {"name": self.name, "rules": rules, **layers, **partial}
 
-    def resolve(self, sites: Mapping[str, LinearSite], stack: Stack) -> Plan:
+    def resolve(
+        self,
+        sites: Mapping[str, LinearSite],
+        stack: Stack,
+        others: Mapping[str, OtherWeight] | None = None,
+    ) -> Plan:
         """Applies the rules to a model's linear layers; all problems in one error.
 
-        Raises `RecipeError` for patterns without a match and for activation quantizers without a
-        weight quantizer, `GridError` for matrices that do not divide into blocks.
+        `others` are the parameters that no rule can reach; those of the decoder are kept and say
+        why. Raises `RecipeError` for patterns without a match, for activation quantizers without a
+        weight quantizer and, unless the recipe is `partial`, for others that are most of the
+        decoder; `GridError` for matrices that do not divide into blocks.
         """
+        unreached = {path: w for path, w in (others or {}).items() if stack.holds(path)}
+        numbers = {p: math.prod(site.shape) for p, site in sites.items() if stack.holds(p)}
+        numbers |= {p: math.prod(w.shape) for p, w in unreached.items()}
         decided: dict[str, int] = {}
         problems: list[OngridError] = []
         paths = [f"{site}.{kind}" for site in sites for kind in (WEIGHT, INPUT, OUTPUT)]
@@ -112,6 +131,8 @@ class Recipe:
             if (rule := self.rules[index]).grid is not None
         }
         problems += self._misfits(specs, decided, sites)
+        if not self.partial:
+            problems += _mostly_unreached(unreached, numbers)
         raise_all(problems)
         kept = {
             site: str(self.rules[index]) if index is not None else NO_RULE
@@ -119,9 +140,9 @@ class Recipe:
             if f"{site}.{WEIGHT}" not in specs
             for index in [decided.get(f"{site}.{WEIGHT}")]
         }
-        return Plan(
-            self, stack, specs, {s: sites[s] for s in group_by_linear(specs)}, kept, decided
-        )
+        kept |= {path: w.why for path, w in unreached.items()}
+        chosen = {s: sites[s] for s in group_by_linear(specs)}
+        return Plan(self, stack, specs, chosen, kept, decided, sum(numbers.values()))
 
     def _misfits(
         self,
@@ -152,7 +173,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe applied to one model: every quantizer, and every linear that stays float and why."""
+    """A recipe applied to one model: every quantizer, and what stays float and why.
+
+    `kept` names linears by module path, and other weights of the decoder by parameter path.
+    `numbers` counts all of these in the decoder, quantized or not.
+    """
 
     recipe: Recipe
     stack: Stack
@@ -160,6 +185,7 @@ class Plan:
     sites: Mapping[str, LinearSite]
     kept: Mapping[str, str]
     decided: Mapping[str, int] = field(repr=False)
+    numbers: int
 
     def within(self, path: str) -> tuple[dict[str, QuantizerSpec], dict[str, LinearSite]]:
         """Specs and sites below a module, with paths relative to it."""
@@ -182,8 +208,14 @@ class Plan:
             numbers += site.out_features * site.in_features
         return bits / numbers if numbers else 0.0
 
+    @property
+    def share(self) -> float:
+        """The part of the decoder's numbers that is quantized, from 0 to 1."""
+        inside = (site for path, site in self.sites.items() if self.stack.holds(path))
+        return sum(math.prod(site.shape) for site in inside) / max(self.numbers, 1)
+
     def explain(self) -> str:
-        """A table of what each group of modules gets and which rule decided it."""
+        """A table of what each group of modules gets and which rule decided it, and the share."""
         rows = [("modules", "count", "grid", "decided by")]
         alike: dict[tuple[str, str, str], int] = {}
         for path, spec in self.quantizers.items():
@@ -196,9 +228,14 @@ class Plan:
             alike[key] = alike.get(key, 0) + 1
         rows += [(path, str(count), grid, why) for (path, grid, why), count in alike.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+        return (
+            "\n".join(
+                "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+                for row in rows
+            )
+            + f"\n{100 * self.share:.1f} % of the decoder's numbers are quantized"
         )
 
 
@@ -235,6 +272,13 @@ def _from_plain(plain: Any, where: str) -> Recipe:
             remedy='For instance: rules: [{match: "*.weight_quantizer", grid: int4.64.code.fp16}].',
         )
     problems: list[OngridError] = []
+    layers, partial = plain.get("layers"), plain.get("partial", False)
+    if not isinstance(layers, str | None):
+        remedy = "Give the path of a ModuleList, such as model.layers."
+        problems.append(RecipeError(f"`layers` is {layers!r}", where=where, remedy=remedy))
+    if not isinstance(partial, bool):
+        remedy = "Give true or false."
+        problems.append(RecipeError(f"`partial` is {partial!r}", where=where, remedy=remedy))
     for key in sorted(plain.keys() - set(_KEYS)):
         near = difflib.get_close_matches(str(key), _KEYS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"A recipe has {', '.join(_KEYS)}."
@@ -248,7 +292,7 @@ def _from_plain(plain: Any, where: str) -> Recipe:
                 RecipeError(error.what, where=f"{where}, rule {number}", remedy=error.remedy)
             )
     raise_all(problems)
-    return Recipe(str(plain.get("name", Path(where).stem)), tuple(rules), plain.get("layers"))
+    return Recipe(str(plain.get("name", Path(where).stem)), tuple(rules), layers, partial)
 
 
 def _rule(entry: Any) -> Rule:
@@ -276,6 +320,23 @@ def _unmatched(index: int, rule: Rule, paths: list[str]) -> RecipeError:
     )
 
 
+def _mostly_unreached(
+    unreached: Mapping[str, OtherWeight], numbers: Mapping[str, int]
+) -> list[RecipeError]:
+    """What is wrong where most numbers of the decoder are in no linear layer."""
+    total, beyond = sum(numbers.values()), sum(numbers[path] for path in unreached)
+    if 2 * beyond <= total:
+        return []
+    alike = {f"{_without_indices(path)} ({w.why})": None for path, w in unreached.items()}
+    return [
+        RecipeError(
+            f"{100 * beyond / total:.1f} % of the decoder's numbers are in no linear layer and "
+            f"would stay float: {', '.join(alike)}",
+            remedy="Write `partial: true` into the recipe to quantize only the rest.",
+        )
+    ]
+
+
 def _check_spec(
     kind: str, spec: QuantizerSpec, of_linear: Mapping[str, QuantizerSpec], site: LinearSite
 ) -> None:
@@ -292,6 +353,14 @@ def _check_spec(
             remedy="Give its weight_quantizer a grid too.",
         )
     ActivationQuantizer(spec.grid, dynamic=spec.dynamic)
+    grid = spec.grid
+    while isinstance(grid, Grid):
+        if grid.blocks.rows > 1:
+            raise RecipeError(
+                f"activation blocks of {grid.blocks.rows} tokens: a call may have any number",
+                remedy="Use blocks within one token: `channel`, or a group size such as 64.",
+            )
+        grid = grid.scale
     features = site.in_features if kind == INPUT else site.out_features
     if spec.grid.blocks.cols != -1:
         Blocks(1, spec.grid.blocks.cols).counts((1, features))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ongrid
 import toy
 from ongrid.calibrate.capture import Capture, capture
-from ongrid.calibrate.data import read_calls, run_all
+from ongrid.calibrate.data import device_of, read_calls, run_all
 from ongrid.calibrate.replay import Replay
 from ongrid.errors import CalibrationError, StructureError
 from ongrid.hf.load import load_hollow
@@ -296,6 +296,17 @@ def test_refusals(case: str):
     assert caught.value.where.startswith("layers")
     assert caught.value.remedy
     assert trace(model) == before
+
+
+def test_a_model_begins_where_its_first_parameter_with_memory_is():
+    """Batches go there; a model without any memory takes them as they are."""
+    model = Parent(chain)
+    assert device_of(model) == torch.device("cpu")
+    model.embed.to("meta")
+    assert device_of(model) == torch.device("cpu")
+    assert device_of(model.to("meta")) is None
+    (call,) = read_calls(model, SMALL)
+    assert call.kwargs["input_ids"] is SMALL[0]["input_ids"]
 
 
 def test_errors_of_the_model_itself_are_not_dressed_up():

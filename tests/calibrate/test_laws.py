@@ -15,7 +15,8 @@ from ongrid._config import from_plain, to_plain
 from ongrid.calibrate.capture import capture
 from ongrid.calibrate.data import read_calls, run_all
 from ongrid.calibrate.replay import Replay
-from ongrid.grid import Grid
+from ongrid.errors import VerifyError
+from ongrid.grid import Grid, QTensor
 from ongrid.nn import (
     ActivationQuantizer,
     QuantizerSpec,
@@ -217,3 +218,25 @@ def test_settings_survive_the_manifest(name: str):
     plain = to_plain(algorithm, ongrid.ALGORITHMS)
     assert plain["kind"] == name
     assert from_plain(plain, ongrid.ALGORITHMS) == algorithm
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_another_matrix_than_was_frozen_is_an_error(path: str, monkeypatch: pytest.MonkeyPatch):
+    """Also where Python runs without asserts."""
+
+    def wrong(root: Any) -> dict[str, QTensor]:
+        frozen = freeze(root)
+        for name, q in frozen.items():
+            if root is model or root is model.model.layers[1]:
+                flipped = q.parts.codes.clone()
+                flipped[5, 7] ^= 1
+                if path.endswith(name):
+                    frozen[name] = QTensor(q.grid, q.parts._replace(codes=flipped))
+        return frozen
+
+    monkeypatch.setattr("ongrid.calibrate.walk.freeze", wrong)
+    model = toy.build()
+    recipe = toy.recipe("int4.32.code.fp16", ("lm_head.weight_quantizer", "int8.channel.sym.fp32"))
+    with pytest.raises(VerifyError, match="multiplied with another matrix") as caught:
+        ongrid.quantize(model, recipe)
+    assert caught.value.where == path

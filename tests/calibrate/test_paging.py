@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ongrid
 import toy
@@ -19,6 +20,7 @@ from ongrid.hf.load import load_hollow
 from ongrid.nn import find_stack
 from ongrid.quantize import Progress
 from ongrid.store.paging import LiveSource, ShardSource
+from ongrid.store.shards import ShardFolder
 
 
 def test_layers_come_and_go(tmp_path: Path):
@@ -45,15 +47,15 @@ def test_capture_pages_the_head_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     """No decoder layer is read, nor what comes behind them, and the head goes out again."""
     hollow = load_hollow(toy.save(toy.build(tie_word_embeddings=False), tmp_path / "m"))
     read: list[str] = []
-    ordinary = ShardSource.page_in
+    ordinary = ShardSource._load
     monkeypatch.setattr(
-        ShardSource, "page_in", lambda self, path: (read.append(path), ordinary(self, path))[1]
+        ShardSource, "_load", lambda self, name, p: (read.append(name), ordinary(self, name, p))[1]
     )
     stack = find_stack(hollow.model)
     with hollow.source.on_demand(stack.path):
         capture(hollow.model, stack, run_all(read_calls(hollow.model, toy.batches(3))))
         assert not hollow.model.model.embed_tokens.weight.is_meta
-    assert read == ["model.embed_tokens"]
+    assert read == ["model.embed_tokens.weight"]
     assert all(p.is_meta for p in hollow.model.parameters())
     assert not any(m._forward_pre_hooks for m in hollow.model.modules())
 
@@ -77,6 +79,60 @@ def test_a_finished_layer_is_gone(algorithm: str, tmp_path: Path, monkeypatch: p
     recipe = toy.recipe("int4.32.code.fp16", *rules)
     ongrid.quantize(folder, recipe, toy.batches(2), algorithm=algorithm, out=tmp_path / "q")
     assert len(seen) == 4 * len(list(toy.build().model.layers[0].modules()))
+
+
+def test_a_finished_layer_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without the collector of circles, also where capture had to look for the output form."""
+    folder = toy.save(toy.build("falcon"), tmp_path / "m")
+    seen: list[Any] = []
+    ordinary = ShardSource.page_in
+
+    def page_in(self: ShardSource, path: str) -> None:
+        assert [ref().__class__.__name__ for ref in seen if ref() is not None] == [], path
+        ordinary(self, path)
+        if path.startswith("transformer.h."):
+            seen.extend(weakref.ref(m) for m in self.model.get_submodule(path).modules())
+
+    monkeypatch.setattr(ShardSource, "page_in", page_in)
+    gc.collect()
+    gc.disable()
+    try:
+        ongrid.quantize(folder, toy.recipe(), toy.batches(2), algorithm="gptq", out=tmp_path / "q")
+    finally:
+        gc.enable()
+    assert len(seen) == 3 * len(list(toy.build("falcon").transformer.h[0].modules()))
+
+
+def test_a_module_on_demand_brings_its_own_tensors_alone(tmp_path: Path):
+    """A parent with a tensor of its own is no reason to read its children."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.zeros(4), requires_grad=False)
+            self.called, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("shift", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not self.own.is_meta and self.called.weight.is_meta
+            y = self.called(x) + self.own + self.shift
+            assert self.idle.weight.is_meta
+            return y
+
+    model = Outer()
+    stored = {name: torch.randn(t.shape) for name, t in model.state_dict().items()}
+    toy.write_tensors(stored, tmp_path)
+    for name, parameter in list(model.named_parameters()):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        hollow = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        parent._parameters[name.rpartition(".")[2]] = hollow
+    source = ShardSource(model, ShardFolder(tmp_path), {name: name for name in stored})
+    x = torch.randn(2, 4)
+    with source.on_demand("layers"):
+        y = model(x)
+    expected = nn.functional.linear(x, stored["called.weight"], stored["called.bias"])
+    assert torch.equal(y, expected + stored["own"] + stored["shift"])
+    assert all(p.is_meta for p in model.parameters())
 
 
 def live_bytes() -> int:

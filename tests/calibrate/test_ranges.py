@@ -15,7 +15,7 @@ from ongrid.calibrate.algorithm import parse_algorithm
 from ongrid.calibrate.capture import Call, Capture
 from ongrid.calibrate.ranges import calibrate_activations
 from ongrid.calibrate.replay import Replay
-from ongrid.errors import CalibrationError, ConfigError
+from ongrid.errors import CalibrationError, ConfigError, GridError
 from ongrid.grid import Grid, QTensor
 from ongrid.nn import QuantizerSpec, find_linears, freeze, insert
 
@@ -210,6 +210,43 @@ def test_ranges_include_zero():
     assert int(quantizer.zero) == 0
 
 
+class Mixed(nn.Module):
+    """A norm in float32 in front of a linear in a narrower dtype, or the other way round."""
+
+    def __init__(self, norm: torch.dtype, proj: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16, dtype=norm)
+        self.proj = nn.Linear(16, 16, dtype=proj)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.norm(hidden_states.to(self.norm.weight.dtype))
+        self.proj(hidden_states.to(self.proj.weight.dtype))
+        return hidden_states
+
+
+@pytest.mark.parametrize("narrow", ["norm", "proj"])
+def test_a_range_must_be_finite_in_the_dtype_of_its_own_linear(narrow: str):
+    """65500 is a float16 number, and the lowest of 256 levels that reach up to it is not."""
+    wide = {"norm": torch.float32, "proj": torch.float32}
+    layer = Mixed(**wide | {narrow: torch.float16})
+    specs = {
+        "proj.weight_quantizer": QuantizerSpec(Grid.parse("int8.channel.sym.fp32")),
+        "proj.input_quantizer": QuantizerSpec(Grid.parse("int8.tensor.sym.fp32")),
+    }
+    insert(layer, specs, find_linears(layer))
+    x = torch.zeros(1, 3, 16)
+    x[0, 0, 0] = 65500
+    replay = Replay(Capture([x], [[Call((), {}, True)]], [None]), "float")
+    if narrow == "proj":
+        with pytest.raises(
+            GridError, match=r"^proj\.input_quantizer: .*not finite in torch\.float16"
+        ):
+            calibrate_activations(layer, replay)
+    else:
+        calibrate_activations(layer, replay)
+        assert float(layer.proj.input_quantizer.scale) == pytest.approx(65504 / 127, rel=1e-3)
+
+
 def test_a_quantizer_that_no_token_reaches_is_an_error():
     layer = One(skewed(8, 16))
     specs = {
@@ -252,3 +289,9 @@ def test_settings_that_do_not_exist(text: str, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_algorithm(text)
     assert caught.value.remedy or "takes" in message
+
+
+@pytest.mark.parametrize("text", ["mse:shrink=0.0", "mse:shrink=1.5", "mse:steps=1", "mse:steps=0"])
+def test_settings_out_of_range(text: str):
+    with pytest.raises(ConfigError, match=r"^mse: (shrink|steps) must be"):
+        parse_algorithm(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import ongrid
 import toy
 from ongrid.errors import GridError, OngridError, Problems, RecipeError, StoreError
+from ongrid.nn import LinearSite, OtherWeight, Stack
 from ongrid.recipe import Recipe, presets
 
 DOWN = [f"model.layers.{i}.mlp.down_proj.weight_quantizer" for i in range(3)]
@@ -84,7 +86,9 @@ def test_what_is_left_in_float_is_listed_and_bit_identical(tmp_path: Path):
     ("wrong", "message"),
     [
         ({"rules": [ALL4], "ruls": 1}, "unknown key 'ruls'\n  Did you mean rules?"),
-        ({"rules": [ALL4], "bits": 4}, "unknown key 'bits'\n  A recipe has name, rules, layers."),
+        ({"rules": [ALL4], "bits": 4}, "unknown key 'bits'\n  A recipe has name, rules, layers, "),
+        ({**rules(ALL4), "layers": ["model.layers"]}, "toy: `layers` is ['model.layers']"),
+        ({**rules(ALL4), "partial": "yes"}, "toy: `partial` is 'yes'"),
         (rules({**ALL4, "dynamc": True}), "toy, rule 1: Rule has no setting 'dynamc'"),
         (rules({**ALL4, "dynamic": "yes"}), "Rule.dynamic takes bool, not 'yes'"),
         (rules({"match": "*"}), "a rule needs `match` and `grid`"),
@@ -160,6 +164,11 @@ def test_everything_that_is_wrong_stands_in_one_message(tmp_path: Path):
         (rule("*.q_proj.weight_quantizer", "int4.64.code.fp16", dynamic=True), "never dynamic"),
         (rule("*.q_proj.input_quantizer", "int8.channel.sym.fp32"), "a scale per token"),
         (rule("*.q_proj.input_quantizer", "int8.48.sym.fp32", dynamic=True), "blocks of 48"),
+        (rule("*.q_proj.input_quantizer", "int8.4x16.sym.fp32", dynamic=True), "of 4 tokens"),
+        (
+            rule("*.q_proj.input_quantizer", "e2m1.16.sym.[e4m3.8x4.sym.fp32]", dynamic=True),
+            "of 8 tokens",
+        ),
         (rule("lm_head.output_quantizer", "int8.tensor.sym.fp32"), "whose weight stays float"),
         (rule("*.q_proj.weight_quantizer", "e2m1.16.sym.[e4m3.3x1.sym.fp32]"), "blocks of 3"),
     ],
@@ -221,7 +230,8 @@ def test_explain():
         OUTSIDE,
     )
     table = ongrid.plan(toy.build(), recipe).explain()
-    rows = [line.split(None, 3) for line in table.splitlines()]
+    *lines, share = table.splitlines()
+    rows = [line.split(None, 3) for line in lines]
     assert rows[0] == ["modules", "count", "grid", "decided by"]
     found = {(path, int(count), grid): why for path, count, grid, why in rows[1:]}
     up, down = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
@@ -232,6 +242,9 @@ def test_explain():
     assert found["lm_head", 1, "float"] == '"<outside>": float'
     assert sum(count for _, count, _ in found) == 21 + 3 + 1
     assert not any(line != line.rstrip() for line in table.splitlines())
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96  # q and o, k and v, the mlp
+    percent = 100 * (3 * layer - 2 * 64 * 96) / (3 * layer)
+    assert share == f"{percent:.1f} % of the decoder's numbers are quantized"
 
 
 def test_bits_per_weight():
@@ -267,8 +280,40 @@ def test_presets_leave_routers_in_float():
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         model = Qwen3MoeForCausalLM(config)
-    plan = ongrid.plan(model, "int4_g64")
+    plan = ongrid.plan(model, replace(Recipe.load("int4_g64"), partial=True))
     assert not any(".gate." in path for path in plan.quantizers)
+
+
+STACK = Stack("layers", 2)
+SITES = {f"layers.{i}.q": LinearSite(32, 64, transposed=False) for i in range(2)}
+
+
+def experts(numbers: int) -> dict[str, OtherWeight]:
+    return {
+        f"layers.{i}.experts.up": OtherWeight((2, 32, numbers // 64), "fused") for i in range(2)
+    }
+
+
+def test_what_no_rule_reaches_is_kept_and_listed():
+    outside = {"embed.weight": OtherWeight((9, 9), "Embedding")}
+    plan = Recipe.load(rules(ALL4)).resolve(SITES, STACK, {**experts(1024), **outside})
+    assert plan.kept == {"layers.0.experts.up": "fused", "layers.1.experts.up": "fused"}
+    assert plan.share == 2048 / (2048 + 1024)
+    table = plan.explain().splitlines()
+    assert table[-2].split() == ["layers.*.experts.up", "2", "float", "fused"]
+    assert table[-1] == "66.7 % of the decoder's numbers are quantized"
+
+
+def test_a_decoder_that_rules_mostly_do_not_reach_is_refused_unless_partial():
+    recipe, others = Recipe.load(rules(ALL4)), experts(4096)
+    with pytest.raises(RecipeError) as caught:
+        recipe.resolve(SITES, STACK, others)
+    assert "66.7 % of the decoder's numbers" in caught.value.what
+    assert caught.value.what.endswith("layers.*.experts.up (fused)")
+    assert "`partial: true`" in caught.value.remedy
+    partial = Recipe.load({**rules(ALL4), "partial": True})
+    assert len(partial.resolve(SITES, STACK, others).quantizers) == 2
+    assert Recipe.load(partial.to_plain()) == partial and "partial" not in recipe.to_plain()
 
 
 def test_a_file_is_a_dictionary_is_a_recipe(tmp_path: Path):

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from toy import add_tokenizer, build, save
 from typer.testing import CliRunner
 
 from ongrid.cli.app import app, main
+from ongrid.errors import StoreError
+from toy import add_tokenizer, build, save
 
 RECIPE = """
 name: toy
@@ -92,6 +94,62 @@ def test_an_error_is_a_message_and_exit_code_1(
     message = capsys.readouterr().err
     assert "int4_g64" in message
     assert "Traceback" not in message
+
+
+def test_an_error_is_printed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = StoreError(f"expected [rows tokens], not [/x] {'long ' * 40}", where="/a/[b]/c")
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("ongrid.cli.app.app", fail)
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == f"StoreError: {error}\n"
+
+
+def test_folders_with_brackets_are_printed(workplace: Path) -> None:
+    (workplace / "[bold]").mkdir()
+    printed = run(
+        *("quantize", workplace / "model", "-r", workplace / "toy.yaml", "-a", "rtn"),
+        *("-o", workplace / "[bold]" / "[q]"),
+    )
+    assert f"wrote {workplace}/[bold]/[q]" in printed
+
+
+def test_accept_is_handed_on(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("ongrid.cli.app.run_quantize", lambda *a, **settings: seen.update(settings))
+    quantize(workplace, "--accept", "torch", "--accept", "threads")
+    assert list(seen["accept"]) == ["torch", "threads"]
+    quantize(workplace)
+    assert list(seen["accept"]) == []
+
+
+def score(workplace: Path, folder: Path) -> str:
+    return run(
+        *("score", folder, "--against", workplace / "model"),
+        *("--data", workplace / "text.txt", "--seqlen", 32, "--rows", 4),
+    )
+
+
+def test_score_of_a_folder_named_original(workplace: Path) -> None:
+    quantize(workplace, "--algorithm", "rtn")
+    (workplace / "q").rename(workplace / "original")
+    printed = score(workplace, workplace / "original")
+    assert printed.count("original") == 2 and "(quantized)" in printed
+
+
+def test_score_of_an_unfinished_artifact_and_without_a_tokenizer(workplace: Path) -> None:
+    quantize(workplace, "--algorithm", "rtn")
+    (workplace / "model/tokenizer.json").unlink()
+    with pytest.raises(StoreError, match=r"model: no tokenizer that can be read"):
+        score(workplace, workplace / "q")
+    (workplace / "q/config.json").unlink()
+    with pytest.raises(StoreError, match="not complete"):
+        score(workplace, workplace / "q")
 
 
 def test_a_second_run_finds_the_work_done(workplace: Path) -> None:

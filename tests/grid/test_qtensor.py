@@ -156,6 +156,14 @@ def test_check_counts_codes_that_are_no_level():
         q.check()
 
 
+def test_check_counts_codes_that_do_not_fit_their_bits():
+    for name in ("int4.8.sym.fp16", "nf4.8.sym.fp16", NVFP4):
+        q = rounded(name)
+        q.codes[0, :2] = 16
+        with pytest.raises(GridError, match=f"2 of {q.codes.numel()} codes do not fit 4 bits"):
+            q.check()
+
+
 def test_check_sees_into_scales_on_a_grid():
     for code in (0x7F, 0x00, 0x81):  # NaN, zero, negative
         q = rounded(NVFP4)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import FAMILIES, build, save, add_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ongrid
@@ -18,6 +17,7 @@ from ongrid.errors import OngridError
 from ongrid.hf import load_model
 from ongrid.nn import QuantLinear, quant_linears
 from ongrid.store.artifact import Artifact
+from toy import FAMILIES, add_tokenizer, build, save
 
 IDS = torch.arange(48).reshape(2, 24) % 90 + 3
 W8A8 = {
@@ -35,7 +35,9 @@ GROUPED = {
 }
 
 
-def quantized(folder: Path, out: Path, recipe: object = GROUPED, algorithm: str = "rtn") -> Artifact:
+def quantized(
+    folder: Path, out: Path, recipe: object = GROUPED, algorithm: str = "rtn"
+) -> Artifact:
     artifact = ongrid.quantize(folder, recipe, [IDS], algorithm=algorithm, out=out)
     assert isinstance(artifact, Artifact)
     return artifact
@@ -150,7 +152,7 @@ def test_quantized_head(tied: bool, tmp_path: Path) -> None:
 
 
 def test_chat_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
-    """T10: side files byte for byte, an odd generation config included, and the rendered chat equal."""
+    """T10: side files byte for byte, an odd generation config too, and the rendered chat equal."""
     save(build("llama", dtype=torch.bfloat16), tmp_path / "source")
     add_tokenizer(tmp_path / "source")
     odd = '{"do_sample": false, "temperature": 0.6}\n'

@@ -16,10 +16,12 @@ from ongrid.nn import (
     CodedWeight,
     LatentWeight,
     LinearSite,
+    OtherWeight,
     QuantizerSpec,
     QuantLinear,
     bypassed,
     find_linears,
+    find_others,
     freeze,
     group_by_linear,
     held,
@@ -140,6 +142,66 @@ def test_find_linears_finds_quantized_ones_too():
     assert after["up"] == before["up"]
     assert after["mix"] == LinearSite(24, 16, transposed=False)  # it is turned now
     assert set(quant_linears(block)) == {"up", "mix"}
+
+
+class Router(nn.Linear):
+    """Computes more than a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
+class Named(nn.Linear):
+    """Another name, and the same forward."""
+
+
+class Written(nn.Linear):
+    """The same product, written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, 16))
+        self.scale = nn.Parameter(torch.randn(16))
+
+
+def test_only_what_computes_as_a_linear_is_one():
+    model = nn.ModuleDict(
+        {
+            "router": Router(16, 4),
+            "named": Named(16, 8),
+            "written": Written(16, 8),
+            "experts": Experts(),
+            "mix": Conv1D(24, 16),
+            "codes": nn.Linear(16, 8),
+        }
+    )
+    codes = torch.zeros(8, 16, dtype=torch.int8)
+    model.codes.weight = nn.Parameter(codes, requires_grad=False)
+    sites = find_linears(model, [Conv1D], [Written])
+    assert sites == {
+        "named": LinearSite(8, 16, transposed=False),
+        "written": LinearSite(8, 16, transposed=False),
+        "mix": LinearSite(24, 16, transposed=True),
+    }
+    assert "written" not in find_linears(model)
+    others = find_others(model, sites)
+    why = "computes in its own way, not as a linear layer"
+    fused = f"Experts {why} (fused experts are not supported yet)"
+    assert others == {
+        "router.weight": OtherWeight((4, 16), f"Router {why}"),
+        "experts.up": OtherWeight((3, 8, 16), fused),
+        "codes.weight": OtherWeight((8, 16), "its numbers are torch.int8 already"),
+    }
+
+
+def test_nothing_of_a_quantized_linear_is_another_weight():
+    block = quantized(Block(), up=INT4, mix=NVFP4)
+    assert find_others(block, find_linears(block, [Conv1D])) == {}
 
 
 def test_specs_are_grouped_by_linear():

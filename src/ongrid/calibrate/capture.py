@@ -183,6 +183,8 @@ class _Recorder:
                 failures.append(failure)
         else:
             raise self._broken(failures)
+        # A failure holds this frame, which holds the list: a circle around the model's layers.
+        failures.clear()
         keep = self._keep(args, kwargs)
         assert self._first is not None
         self.capture.hidden.append(self._first)

@@ -36,7 +36,7 @@ def read_calls(model: nn.Module, batches: Batches) -> list[ModelCall]:
     so it cannot look at outputs. Rows that are padded on the left get the positions that generation
     would give them, where the model takes `position_ids`. Raises `CalibrationError` for an empty
     set or batch, for entries that are neither tensors nor dictionaries, and for what the model does
-    not take.
+    not take. Tensors go to the device on which the model begins.
     """
     calls = _noted(model, batches) if callable(batches) else [_call(entry) for entry in batches]
     if not calls:
@@ -46,7 +46,25 @@ def read_calls(model: nn.Module, batches: Batches) -> list[ModelCall]:
     signature = inspect.signature(model.forward)
     for number, call in enumerate(calls):
         _check(call, signature, f"calibration batch {number}")
+    device = device_of(model)
+    if device is not None:
+        calls = [_moved(call, device) for call in calls]
     return [ModelCall(call.args, _completed(call.kwargs, signature.parameters)) for call in calls]
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Where a model begins: the device of its first parameter with memory; None where none has."""
+    return next((p.device for p in model.parameters() if not p.is_meta), None)
+
+
+def _moved(call: ModelCall, device: torch.device) -> ModelCall:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return ModelCall(
+        tuple(move(value) for value in call.args),
+        {name: move(value) for name, value in call.kwargs.items()},
+    )
 
 
 def data_fingerprint(calls: list[ModelCall]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ The columns that follow are updated one block at a time (the paper's lazy batche
 left: a block collects the errors of all earlier columns in one matrix product when it is reached,
 and inside it a column collects those of its block when it is reached. That reads the errors once
 and writes each column once. Rows are independent, so linears that see the same input share H and U,
-and are swept as one matrix. A group's scale is fitted when the sweep reaches it, from the already
-updated columns.
+and are swept as one matrix. With `act_order` (the default) all scales are fitted before the sweep,
+from the source's columns; without it, a group's scale is fitted when the sweep reaches it, from the
+already updated columns.
 
 Left out: the paper's float16 storage of H (statistics are float32 here). Added: a row whose error
 tr(E H E^T) came out above that of plain rounding keeps plain rounding, and is counted; damping
@@ -32,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
-from ongrid.calibrate.ranges import calibrate_activations, search_range
+from ongrid.calibrate.ranges import Mse, calibrate_activations, search_range
 from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
 from ongrid.errors import ConfigError, NonFiniteError, OngridError
 from ongrid.grid import Grid, Parts, QTensor
@@ -165,7 +166,7 @@ class Gptq(AbstractAlgorithm):
 
     def _fit(self, grid: Grid, w: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         if self.scales == "mse":
-            return search_range(grid, w, dtype, shrink=0.4, steps=31)
+            return search_range(grid, w, dtype, Mse.shrink, Mse.steps)
         return grid.fit(w, dtype)
 
 

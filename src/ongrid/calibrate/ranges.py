@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes, static_activations
 from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
-from ongrid.errors import CalibrationError, OngridError
+from ongrid.errors import CalibrationError, ConfigError, OngridError
 from ongrid.grid import Grid, Parts
-from ongrid.grid.grid import decode_values, encode_values
+from ongrid.grid.grid import decode_values, encode_values, grouped
 from ongrid.nn import ActivationQuantizer, LatentWeight, QuantizerSpec, quant_linears
 
 
@@ -50,6 +50,7 @@ def calibrate_activations(layer: nn.Module, replay: Replay) -> Notes:
     }
     if not static:
         return {}
+    linears = quant_linears(layer)
     notes: Notes = {}
     for path, seen in replay.observe(layer, list(static), Range, activations=False).items():
         if not seen.tokens:
@@ -58,9 +59,11 @@ def calibrate_activations(layer: nn.Module, replay: Replay) -> Notes:
                 where=path,
                 remedy="Calibrate with more or other data, or make it dynamic.",
             )
-        parameter = next(layer.parameters())
+        weight = linears[path.rpartition(".")[0]].weight_quantizer
+        device = next(iter(weight.state_dict().values())).device
+        lo, hi = (end.reshape(1, 1).to(device) for end in (seen.lo, seen.hi))
         try:
-            static[path].set_range(seen.lo.reshape(1, 1), seen.hi.reshape(1, 1), parameter.dtype)
+            static[path].set_range(lo, hi, weight.dtype)
         except OngridError as error:
             raise error.at(path) from None
         notes[path] = {"lo": float(seen.lo), "hi": float(seen.hi), "tokens": seen.tokens}
@@ -129,6 +132,14 @@ class Mse(AbstractAlgorithm):
     steps: int = 31
     propagate: Propagation = "float"
 
+    def __post_init__(self) -> None:
+        if not 0 < self.shrink <= 1:
+            raise ConfigError(
+                f"shrink must be above 0 and at most 1, not {self.shrink}", where="mse"
+            )
+        if self.steps < 2:
+            raise ConfigError(f"steps must be at least 2, not {self.steps}", where="mse")
+
     def needs_inputs(self, specs: Mapping[str, QuantizerSpec]) -> bool:
         return bool(static_activations(specs))
 
@@ -175,5 +186,4 @@ def _squared_error(
     s = grid.scales(scale)
     q = encode_values(grid, w, s, zero, None)
     error = (decode_values(grid, q, s, zero, None, dtype).float() - w.float()).square_()
-    rows, cols = grid.blocks.counts((w.shape[0], w.shape[1]))
-    return error.reshape(rows, w.shape[0] // rows, cols, w.shape[1] // cols).sum((1, 3))
+    return grouped(error, *grid.blocks.counts((w.shape[0], w.shape[1]))).sum((1, 3))

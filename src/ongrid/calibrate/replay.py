@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ongrid.calibrate.capture import Capture
+from ongrid.calibrate.data import ModelCall
 from ongrid.errors import NonFiniteError, StructureError
 from ongrid.nn import ActivationQuantizer, QuantLinear, bypassed, held, quant_linears
 
@@ -68,8 +70,19 @@ class Replay:
         """Moves on to a layer; `hidden` replaces its inputs, when a run is taken up again."""
         self.index = index
         self._float_outputs = []
+        for done in self.found.calls[:index]:
+            done.clear()  # masks and tables that no later layer shares go
         if hidden is not None:
-            self.found.hidden[:] = hidden
+            now = zip(hidden, self.found.hidden, strict=True)
+            self.found.hidden[:] = [kept.to(here.device) for kept, here in now]
+
+    def tail(self, calls: Sequence[ModelCall], emit: list[Any]) -> None:
+        """Moves on to what lies outside the layers: the model itself takes a layer's place.
+
+        Its last layer is expected to hand out what `emit` holds, whatever it is called with.
+        """
+        self.found.calls = [[_TailCall(call, emit, self.found.handed_on) for call in calls]]
+        self.enter(0)
 
     @torch.no_grad()
     def observe(
@@ -98,7 +111,7 @@ class Replay:
         outputs = []
         float_run = self.propagate == "float" and not live
         with shared.watching(), bypassed(layer, activations=not activations):
-            for batch, hidden in enumerate(self._progress(self.hidden)):
+            for batch, hidden in self._progress():
                 outputs.append(self._run(layer, batch, hidden))
                 shared.reduce(self.found.keep[batch], hidden.shape[:2])
                 if not float_run:
@@ -113,7 +126,7 @@ class Replay:
         """Before the float weights go: makes sure that float propagation has outputs to hand on."""
         if self.propagate == "float" and not self._float_outputs:
             with bypassed(layer, activations=True):
-                for batch, hidden in enumerate(self._progress(self.hidden)):
+                for batch, hidden in self._progress():
                     self._float_outputs.append(self._run(layer, batch, hidden))
 
     @torch.no_grad()
@@ -126,19 +139,41 @@ class Replay:
             self.found.hidden[:], self._float_outputs = self._float_outputs, []
             return {path: linear.weight for path, linear in quant_linears(layer).items()}
         with held(layer) as used:
-            for batch, hidden in enumerate(self._progress(self.hidden)):
+            for batch, hidden in self._progress():
                 self.found.hidden[batch] = self._run(layer, batch, hidden)
         return used
 
     def _run(self, layer: nn.Module, batch: int, hidden: Tensor) -> Tensor:
         self.forwards += 1
-        return self.found.calls[self.index][batch].run(layer, hidden)
+        version = hidden._version
+        out = self.found.calls[self.index][batch].run(layer, hidden)
+        if hidden._version != version:
+            raise StructureError(
+                "the layer overwrites its input",
+                remedy="It is run more than once on the same input: let it compute out of place.",
+            )
+        return out
 
-    def _progress(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _progress(self) -> Iterator[tuple[int, Tensor]]:
+        """Every batch; one that is replaced meanwhile is not kept alive."""
         total = len(self.hidden)
-        for done, batch in enumerate(list(batches), 1):
-            yield batch
-            self._report(done, total)
+        for batch in range(total):
+            yield batch, self.hidden[batch]
+            self._report(batch + 1, total)
+
+
+@dataclass
+class _TailCall:
+    """Calls the model with its layers replaced: the last hands out a given hidden state."""
+
+    call: ModelCall
+    emit: list[Any]
+    handed_on: Callable[[Tensor], object]
+
+    def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        self.emit[:] = [self.handed_on(hidden)]
+        self.call.run(model)
+        return hidden
 
 
 @dataclass
@@ -168,19 +203,27 @@ class _Sharing(Generic[R]):
         handles = []
         for path in self.paths:
             module = self.layer.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(self._noted(path, module)))
+            handles.append(self._watched(path, module))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _noted(self, path: str, module: nn.Module) -> Callable[..., None]:
+    def _watched(self, path: str, module: nn.Module) -> RemovableHandle:
         quantizer = None
         if isinstance(module, QuantLinear) and module.input_quantizer is not None:
             quantizer = module.input_quantizer
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            if len(tensors) != 1:
+                raise StructureError(
+                    f"is called with {len(tensors)} tensors, not one",
+                    where=path,
+                    remedy="Keep it in float (grid: null).",
+                )
+            x = tensors[0]
             if path in self.fed:
                 raise StructureError(
                     "is called more than once in one execution of its layer",
@@ -191,9 +234,9 @@ class _Sharing(Generic[R]):
             if quantizer is not None and not quantizer.bypassed:
                 stored = () if quantizer.scale is None else (quantizer.scale, quantizer.zero)
                 settings = f"{quantizer.grid} {[None if t is None else t.tolist() for t in stored]}"
-            self.fed[path] = _Fed(args[0], args[0]._version, settings)
+            self.fed[path] = _Fed(x, x._version, settings)
 
-        return hook
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def reduce(self, keep: Tensor | None, positions: torch.Size) -> None:
         """Takes in one batch; groups whose members were fed different tensors split."""

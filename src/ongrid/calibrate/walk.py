@@ -21,17 +21,9 @@ from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
 from ongrid.calibrate.capture import Capture, capture, evaluating
 from ongrid.calibrate.data import ModelCall, run_all
 from ongrid.calibrate.replay import Replay
-from ongrid.errors import OngridError, ResumeError
+from ongrid.errors import OngridError, ResumeError, VerifyError
 from ongrid.grid import QTensor
-from ongrid.nn import (
-    LinearSite,
-    QuantizerSpec,
-    freeze,
-    insert,
-    insert_empty,
-    place,
-    quant_linears,
-)
+from ongrid.nn import freeze, insert, insert_empty, place, quant_linears
 from ongrid.recipe import Plan
 from ongrid.store.artifact import REST, Artifact, layer_segment
 from ongrid.store.paging import AbstractSource
@@ -92,7 +84,7 @@ class _Walk:
         self.layers = plan.stack.size
         self.index = 0
         self.rest_done = artifact is not None and artifact.record(REST) is not None
-        self.replay = Replay(Capture(), algorithm.propagate, self._report)
+        self.replay: Replay
 
     def _report(self, done: int, total: int, phase: str = "forward") -> None:
         self.on_progress(Progress(self.index, self.layers + 1, phase, done, total))
@@ -104,12 +96,10 @@ class _Walk:
         if self.source.stays:
             self._put_back(start)
         last = self._last_layer_with_need()
-        if last >= start:
-            with self.source.on_demand(self.plan.stack.path):
-                found = capture(self.model, self.plan.stack, run_all(self.calls))
-            self._check_kept(found, kept)
-            self.replay = Replay(found, self.algorithm.propagate, self._report)
-            self.replay.enter(start, kept)
+        found = self._captured(kept) if last >= start else Capture()
+        self.replay = Replay(found, self.algorithm.propagate, self._report)
+        self.replay.enter(start, kept)
+        del kept  # the replay lets go of each as soon as it is replaced
         for index in range(start, self.layers):
             self.index = index
             notes |= self._layer(feeds_on=self.index < last)
@@ -117,6 +107,12 @@ class _Walk:
         if not self.rest_done:
             notes |= self._rest()
         return notes
+
+    def _captured(self, kept: list[Tensor] | None) -> Capture:
+        with self.source.on_demand(self.plan.stack.path):
+            found = capture(self.model, self.plan.stack, run_all(self.calls))
+        self._check_kept(found, kept)
+        return found
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -171,7 +167,7 @@ class _Walk:
             self._load(layer_segment(index), path)
         if self.rest_done:
             with _hidden_layers(self.model, self.plan):
-                insert_empty(self.model, *self._outside())
+                insert_empty(self.model, self.plan.outside(), self.plan.sites)
                 self._load(REST, "")
 
     def _load(self, segment: str, path: str) -> None:
@@ -196,13 +192,12 @@ class _Walk:
             if feeds_on:
                 self.replay.settle(layer)
             frozen = freeze(layer)
-            used = self._advance(layer, feeds_on)
-        self._check(frozen, used)
+            hashes = _proven(frozen, self._advance(layer, feeds_on))
         if self.artifact is not None:
             if feeds_on:
                 hidden = {str(i): h.contiguous() for i, h in enumerate(self.replay.hidden)}
                 self.artifact.keep_inputs(self.index + 1, hidden)
-            self._write(layer_segment(self.index), path, layer, notes, used)
+            self._write(layer_segment(self.index), path, layer, notes, hashes)
             self.artifact.drop_inputs(self.index)
             self.source.drop(path)
         self._report(1, 1, "done")
@@ -214,19 +209,13 @@ class _Walk:
             return self.replay.advance(layer)
         return {path: linear.weight for path, linear in quant_linears(layer).items()}
 
-    @staticmethod
-    def _check(frozen: Mapping[str, QTensor], used: Mapping[str, Tensor]) -> None:
-        """What a layer multiplied with is what was frozen, or this library is at fault."""
-        for path, q in frozen.items():
-            assert torch.equal(used[path], q.dequantize(used[path].dtype)), path
-
     def _write(
         self,
         segment: str,
         path: str,
         module: nn.Module,
         notes: Notes,
-        used: Mapping[str, Tensor],
+        hashes: Mapping[str, str],
     ) -> None:
         assert self.artifact is not None
         head = f"{path}." if path else ""
@@ -236,52 +225,46 @@ class _Walk:
         }
         record: dict[str, Any] = {
             "notes": {head + name: note for name, note in sorted(notes.items())},
-            "used": {head + name: tensor_hash(w) for name, w in sorted(used.items())},
+            "used": {head + name: digest for name, digest in sorted(hashes.items())},
         }
         if segment == REST:
+            # All in memory at once, with what lies outside: a segment is one file, and its writer
+            # wants every size before the first byte.
             tensors |= dict(self.source.surplus())
         self.artifact.write(segment, tensors, record)
 
     # ---- what lies outside the layers ------------------------------------------------------------
 
-    def _outside(self) -> tuple[dict[str, QuantizerSpec], dict[str, LinearSite]]:
-        holds = self.plan.stack.holds
-        return self.plan.outside(), {p: s for p, s in self.plan.sites.items() if not holds(p)}
-
     def _rest(self) -> Notes:
-        specs, sites = self._outside()
+        specs = self.plan.outside()
         with _hidden_layers(self.model, self.plan) as emit:
             self.source.page_in("")
             self._report(0, 1, "outside")
-            insert(self.model, specs, sites)
+            insert(self.model, specs, self.plan.sites)
             if self.replay.hidden and self.algorithm.needs_inputs(specs):
-                self.replay.found.calls = [
-                    [_TailCall(call, emit, self.replay.found.handed_on) for call in self.calls]
-                ]
-                self.replay.enter(0)
+                self.replay.tail(self.calls, emit)
             notes = self.algorithm.run(self.model, self.replay) if specs else {}
             frozen = freeze(self.model)
             used = {path: linear.weight for path, linear in quant_linears(self.model).items()}
-            self._check(frozen, used)
+            hashes = _proven(frozen, used)
             if self.artifact is not None:
-                self._write(REST, "", self.model, notes, used)
+                self._write(REST, "", self.model, notes, hashes)
                 self.artifact.drop_inputs(self.layers)
         self._report(1, 1, "done")
         return notes
 
 
-@dataclass
-class _TailCall:
-    """Calls the model with its layers replaced: the last hands out a given hidden state."""
-
-    call: ModelCall
-    emit: list[Any]
-    handed_on: Callable[[Tensor], object]
-
-    def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        self.emit[:] = [self.handed_on(hidden)]
-        self.call.run(model)
-        return hidden
+def _proven(frozen: Mapping[str, QTensor], used: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hashes of the matrices that linears multiplied with, which are those that were frozen."""
+    hashes = {path: tensor_hash(w) for path, w in used.items()}
+    for path, q in frozen.items():
+        if tensor_hash(q.dequantize(used[path].dtype)) != hashes[path]:
+            raise VerifyError(
+                "the layer multiplied with another matrix than was frozen",
+                where=path,
+                remedy="This is a fault of ongrid: please report it with the recipe.",
+            )
+    return hashes
 
 
 class _Emitter(nn.Module):

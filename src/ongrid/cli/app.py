@@ -8,14 +8,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ongrid.cli.progress import shown
 from ongrid.errors import OngridError
 from ongrid.quantize import plan as make_plan
 from ongrid.quantize import quantize as run_quantize
 from ongrid.recipe import presets
-from ongrid.store.artifact import Artifact
+from ongrid.store.artifact import Artifact, is_artifact
 
 app = typer.Typer(
     help="Quantize a language model, and prove that what is on disk is what was calibrated.",
@@ -39,9 +41,8 @@ def main() -> None:
     try:
         app()
     except OngridError as error:
-        Console(stderr=True).print(
-            f"[bold red]{type(error).__name__}[/]:", str(error), markup=True, highlight=False
-        )
+        message = Text.assemble((type(error).__name__, "bold red"), ": ", str(error))
+        Console(stderr=True).print(message, soft_wrap=True)
         raise SystemExit(1) from None
 
 
@@ -60,13 +61,17 @@ def quantize(
     seqlen: Seqlen = 512,
     rows: Rows = 64,
     overwrite: Annotated[bool, typer.Option(help="Empty the output folder first.")] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="A field, such as torch, that may differ when resuming; repeatable."),
+    ] = None,
 ) -> None:
     """Quantize a model layer by layer. A run that was stopped goes on where it stopped."""
     chosen = make_plan(model, recipe)
     console.print(chosen.explain(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{chosen.bits_per_weight:.3f} bits per quantized weight", highlight=False)
     batches = None if data is None else _Lazy(model, data, seqlen, rows)
-    with shown(console, f"{Path(recipe).stem} {algorithm}") as on_progress:
+    with shown(console, escape(f"{Path(recipe).stem} {algorithm}")) as on_progress:
         run_quantize(
             model,
             recipe,
@@ -74,9 +79,10 @@ def quantize(
             algorithm=algorithm,
             out=out,
             overwrite=overwrite,
+            accept=accept or (),
             on_progress=on_progress,
         )
-    console.print(f"wrote {out}", highlight=False)
+    console.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -119,18 +125,20 @@ def score(
     rows: Rows = 16,
 ) -> None:
     """Perplexity, mean KL per token to the original, and top-1 agreement, side by side."""
-    from transformers import AutoTokenizer
-
     from ongrid.hf import load_model, score_all, text, windows
-    from ongrid.hf.load import local_folder
+    from ongrid.hf.load import load_tokenizer, local_folder
 
+    if is_artifact(folder):
+        Artifact.open(folder)  # refuses one that is not complete
     original = local_folder(against)
-    tokenizer = AutoTokenizer.from_pretrained(original)
     source = text.scoring_text() if data == text.NAME else Path(data)
-    ids = windows(source, tokenizer, seqlen, rows)
-    models = {"original": load_model(original), folder.name: load_model(folder)}
-    scores = score_all(models, ids, against=models["original"])
-    sizes = {"original": _tensor_bytes(original), folder.name: _tensor_bytes(folder)}
+    ids = windows(source, load_tokenizer(original), seqlen, rows)
+    reference, name = "original", folder.resolve().name
+    if name == reference:
+        name = f"{name} (quantized)"
+    models = {reference: load_model(original), name: load_model(folder)}
+    scores = score_all(models, ids, against=models[reference])
+    sizes = {reference: _tensor_bytes(original), name: _tensor_bytes(folder)}
     print_scores(
         {name: (found, sizes[name]) for name, found in scores.items()},
         f"{rows} windows of {seqlen} tokens of {data}",
@@ -151,12 +159,12 @@ def verify(folder: Folder) -> None:
 
 def print_scores(rows: dict[str, tuple[Any, int]], title: str) -> None:
     """One table of scores: name, perplexity, KL, top-1 agreement, size of the weights on disk."""
-    table = Table(title=title)
+    table = Table(title=Text(title, style="table.title"))
     for heading in ("model", "perplexity", "KL per token", "top-1", "MB"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, (found, size) in rows.items():
         table.add_row(
-            name,
+            Text(name),
             f"{found.perplexity:.3f}",
             "" if found.kl is None else f"{found.kl:.4f}",
             "" if found.top1 is None else f"{100 * found.top1:.1f} %",

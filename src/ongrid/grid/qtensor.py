@@ -85,6 +85,7 @@ class QTensor:
 
     def check(self) -> None:
         """Raises `GridError` unless scales are finite and positive, and codes and zeros levels."""
+        _check_codes(self.grid, self.parts)  # first: what follows looks them up
         scales = self.grid.scales(self.parts.scale)
         bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
         if bad:
@@ -138,6 +139,15 @@ def expected_tensors(
     if ordered:
         named["order"] = ((shape[1],), torch.int32)
     return named
+
+
+def _check_codes(grid: Grid, parts: Parts) -> None:
+    bad = int((parts.codes > 2**grid.levels.bits - 1).sum())
+    if bad:
+        raise GridError(f"{bad} of {parts.codes.numel()} codes do not fit {grid.levels.bits} bits")
+    if isinstance(parts.scale, Parts):
+        assert isinstance(grid.scale, Grid)
+        _check_codes(grid.scale, parts.scale)
 
 
 def _unequal(a: Tensor | None, b: Tensor | None) -> int:

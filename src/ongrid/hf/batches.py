@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ongrid.errors import CalibrationError
 from ongrid.hf import text
-from ongrid.hf.load import activation_bytes, local_folder
+from ongrid.hf.load import activation_bytes, load_config, load_tokenizer, local_folder
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _COLUMNS = ("input_ids", "messages", "text")  # the first that a row fills is taken
@@ -114,10 +114,10 @@ def calibration_batches(
     """Batches of `data` for the model in a folder: its tokenizer, its vocabulary, its sizes.
 
     Arguments and errors are those of `batches`; `pydoc` stands for the text of `ongrid.hf.text`.
+    Raises `StoreError` for a config or a tokenizer that is missing or broken, too.
     """
     folder = local_folder(model)
-    config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
     vocab_size = config.get_text_config().vocab_size
     hidden_bytes = activation_bytes(config)
     source: Any = data

@@ -11,17 +11,34 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from ongrid.errors import StoreError
 from ongrid.store.artifact import CONFIG_FILE
 from ongrid.store.paging import ShardSource
-from ongrid.store.shards import ShardFolder
+from ongrid.store.shards import ShardFolder, tensor_hash
 
 TRANSPOSED = (Conv1D,)
 """Linear layers of transformers that keep their weight as [in, out]."""
+
+PLAIN = (FalconLinear,)
+"""Subclasses of nn.Linear with a forward of their own that computes the same: x W^T + b."""
+
+_REFUSALS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError),
+    StrictDataclassError,
+)
+"""What transformers raises for the files of a folder that it cannot use."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +53,9 @@ class Hollow:
 def load_hollow(name: str | Path) -> Hollow:
     """A causal language model from a folder or a hub id, with parameters on the meta device.
 
-    Buffers are real, since rotary tables are in no file. No weight is read. Raises `StoreError` for
-    a folder without a readable config or weights, for a model that is quantized already, for an
+    Buffers are real, since rotary tables are in no file. No weight is read, but for tied ones that
+    are stored twice: they must be equal. Raises `StoreError` for a folder without a readable config
+    or weights, for a model that is quantized already or no causal language model, for an
     encoder-decoder, and for parameters that the files do not name.
     """
     folder = local_folder(name)
@@ -45,7 +63,14 @@ def load_hollow(name: str | Path) -> Hollow:
     shards = ShardFolder(folder)
     dtype = config.dtype or _common_dtype(shards)
     with _random_states_kept(), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except _REFUSALS as error:
+            raise StoreError(
+                f"no causal language model: {error}",
+                where=str(folder),
+                remedy="Give a decoder-only language model.",
+            ) from error
     model.tie_weights()  # Outside the context, which makes a new parameter of everything it sees.
     model.eval()
     return Hollow(model, ShardSource(model, shards, _file_names(model, shards)), folder)
@@ -54,6 +79,29 @@ def load_hollow(name: str | Path) -> Hollow:
 def load_model(name: str | Path) -> nn.Module:
     """A causal language model in evaluation mode, in the dtype that it is stored in."""
     return AutoModelForCausalLM.from_pretrained(local_folder(name), dtype="auto").eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; `StoreError` where it is missing or broken."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except _REFUSALS as error:
+        raise StoreError(
+            f"no tokenizer that can be read: {error}",
+            where=str(folder),
+            remedy="Lay the model's tokenizer.json and tokenizer_config.json into the folder.",
+        ) from error
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The config of a model folder; `StoreError` where transformers cannot use it."""
+    source_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except _REFUSALS as error:
+        raise StoreError(
+            f"transformers does not know this model: {error}", where=str(folder)
+        ) from error
 
 
 def local_folder(name: str | Path) -> Path:
@@ -68,12 +116,16 @@ def local_folder(name: str | Path) -> Path:
             remedy="Give a folder with config.json and safetensors files, or a hub id owner/name.",
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
     try:
         return Path(snapshot_download(str(name), allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise StoreError(
             f"neither a folder here nor a model on the hub: {error}",
             where=str(name),
@@ -84,13 +136,16 @@ def local_folder(name: str | Path) -> Path:
 def source_config(folder: Path) -> dict[str, Any]:
     """The config of a model folder as it is written there, not as a class would write it again."""
     try:
-        return json.loads((folder / CONFIG_FILE).read_bytes())
+        plain = json.loads((folder / CONFIG_FILE).read_bytes())
     except FileNotFoundError:
         raise StoreError(
             "no config.json", where=str(folder), remedy="Give a Hugging Face model folder."
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise StoreError(f"config.json is not JSON: {error}", where=str(folder)) from None
+    if not isinstance(plain, dict):
+        raise StoreError("config.json holds no object", where=str(folder))
+    return plain
 
 
 def activation_bytes(config: PreTrainedConfig) -> int:
@@ -106,20 +161,16 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _config(folder: Path) -> PreTrainedConfig:
-    plain = source_config(folder)
-    if "quantization_config" in plain:
-        method = plain["quantization_config"].get("quant_method", "an unknown method")
+    quantization = source_config(folder).get("quantization_config")
+    if quantization is not None:
+        named = isinstance(quantization, dict) and quantization.get("quant_method")
+        method = named or "an unknown method"
         raise StoreError(
             f"the model is quantized already ({method})",
             where=str(folder),
             remedy="Give the float model that it was made from.",
         )
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise StoreError(
-            f"transformers does not know this model: {error}", where=str(folder)
-        ) from None
+    config = load_config(folder)
     if config.is_encoder_decoder:
         raise StoreError(
             f"{config.model_type} is an encoder-decoder",
@@ -155,6 +206,7 @@ def _file_names(model: Any, shards: ShardFolder) -> dict[str, str]:
         known = [name for name in spelled if name in names]
         if known:
             # A tied parameter is in the files under one of its names, or under several.
+            _check_equal(list(dict.fromkeys(names[name] for name in known)), shards)
             names |= {name: names[known[0]] for name in spelled if name not in names}
         else:
             missing.append(spelled[0])
@@ -167,6 +219,16 @@ def _file_names(model: Any, shards: ShardFolder) -> dict[str, str]:
             "AutoModelForCausalLM.from_pretrained and give the live model.",
         )
     return names
+
+
+def _check_equal(tied: list[str], shards: ShardFolder) -> None:
+    """Tensors that one parameter is made of; where they differ transformers does not tie them."""
+    if len(tied) > 1 and len({tensor_hash(shards.read(name)) for name in tied}) > 1:
+        raise StoreError(
+            f"{' and '.join(tied)} are tied by config.json and differ in the files",
+            where=str(shards.folder),
+            remedy="Set tie_word_embeddings to false in config.json.",
+        )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ongrid.errors import OngridError, StoreError, raise_all
 from ongrid.grid import Grid
-from ongrid.hf.load import TRANSPOSED
+from ongrid.hf.load import PLAIN, TRANSPOSED
 from ongrid.nn import QuantizerSpec, find_linears, group_by_linear, insert_empty
 from ongrid.store.shards import ShardFile, TensorInfo
 
@@ -71,7 +71,7 @@ class OngridQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        sites = find_linears(model, TRANSPOSED)
+        sites = find_linears(model, TRANSPOSED, PLAIN)
         config: Any = self.quantization_config
         specs = _present(config.specs(), model, sites)
         insert_empty(model, specs, sites)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -71,17 +72,54 @@ class QuantLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+@dataclass(frozen=True)
+class OtherWeight:
+    """A parameter of 2 dimensions or more that no site holds: its shape, and why it stays float."""
+
+    shape: tuple[int, ...]
+    why: str
+
+
 def find_linears(
-    root: nn.Module, transposed: Collection[type[nn.Module]] = ()
+    root: nn.Module,
+    transposed: Collection[type[nn.Module]] = (),
+    plain: Collection[type[nn.Module]] = (),
 ) -> dict[str, LinearSite]:
-    """Every linear layer below `root`, by path; `transposed` classes keep weights `[in out]`."""
+    """Every linear layer below `root`, by path; `transposed` classes keep weights `[in out]`.
+
+    A linear layer computes as `nn.Linear` does, with a floating-point parameter: a subclass with a
+    forward of its own is none (a router, a grouped product), unless its class is one of `plain`.
+    """
+    found = {}
+    straight = {nn.Linear.forward, *(cls.forward for cls in plain)}
+    turned = {cls.forward for cls in transposed}
+    for path, module in root.named_modules():
+        if isinstance(module, QuantLinear):
+            found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
+        elif type(module).forward in straight | turned and _is_float(module.weight):
+            transposes = type(module).forward in turned
+            rows, cols = module.weight.shape[:: -1 if transposes else 1]
+            found[path] = LinearSite(rows, cols, transposes)
+    return found
+
+
+def _is_float(weight: object) -> TypeGuard[nn.Parameter]:
+    return isinstance(weight, nn.Parameter) and weight.is_floating_point()
+
+
+def find_others(root: nn.Module, sites: Collection[str]) -> dict[str, OtherWeight]:
+    """Every parameter below `root` of 2 dimensions or more that is in none of `sites`, by path."""
+    held = {id(p) for site in sites for p in root.get_submodule(site).parameters()}
     found = {}
     for path, module in root.named_modules():
-        if isinstance(module, QuantLinear | nn.Linear):
-            found[path] = LinearSite(module.out_features, module.in_features, transposed=False)
-        elif isinstance(module, tuple(transposed)) and isinstance(module.weight, Tensor):
-            rows, cols = module.weight.shape
-            found[path] = LinearSite(cols, rows, transposed=True)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.dim() >= 2 and id(parameter) not in held:
+                why = f"{type(module).__name__} computes in its own way, not as a linear layer"
+                if not parameter.is_floating_point():
+                    why = f"its numbers are {parameter.dtype} already"
+                elif parameter.dim() > 2:
+                    why += " (fused experts are not supported yet)"
+                found[name] = OtherWeight(tuple(parameter.shape), why)
     return found
 
 

@@ -105,7 +105,8 @@ class LatentWeight(AbstractWeight):
     """A float matrix that is rounded to its grid on every forward; starts as plain rounding.
 
     `latent` is `w` itself, not a copy. `scale` and `zero` are fp32 masters, `[R C]`; the scale of a
-    grid of grids is a `LatentWeight` in turn. Nothing requires a gradient until it is asked to.
+    grid of grids is a `LatentWeight` in turn. A parameter that is passed keeps its `requires_grad`;
+    nothing else requires a gradient until it is asked to.
     """
 
     def __init__(

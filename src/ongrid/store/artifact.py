@@ -1,15 +1,13 @@
-"""Artifact: a directory that is the checkpoint of a run, the model it produced, and the export's
-input.
+"""Artifact: a directory that is a run's checkpoint, its model, and what an export reads.
 
-    ongrid.json                     the manifest: what was asked for, of what, and whether it is
-    complete model-<segment>.safetensors     one file a segment: layer-00000, layer-00001, ..., rest
-    .resume/                        inputs of the layer that comes next; gone when the run is
-    complete model.safetensors.index.json, config.json and the side files of the source: written at
-    the end
+    ongrid.json                    what was asked for, of what, and whether it is complete
+    model-<segment>.safetensors    one file a segment: layer-00000, layer-00001, ..., rest
+    .resume/                       inputs of the layer that comes next, while a run is unfinished
+    model.safetensors.index.json   written at the end, with the side files of the source,
+    config.json                    and last of all this
 
 A segment is done when its file has been renamed into place and its content hash holds; nothing
-lists what is done. `config.json` is written last of all, so no loader takes half an artifact for a
-model.
+lists what is done. `config.json` comes last, so no loader takes half an artifact for a model.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ongrid._config import build
-from ongrid.errors import ConfigError, OngridError, ResumeError, StoreError, raise_all
+from ongrid.errors import OngridError, StoreError, raise_all
 from ongrid.grid import Grid, QTensor
+from ongrid.store.manifest import MANIFEST_FILE, Manifest, check_same_run, read_manifest
 from ongrid.store.shards import (
     INDEX_FILE,
     ShardFile,
@@ -40,8 +38,6 @@ from ongrid.store.shards import (
     write_shard,
 )
 
-FORMAT_VERSION = 1
-MANIFEST_FILE = "ongrid.json"
 CONFIG_FILE = "config.json"
 RESUME_FOLDER = ".resume"
 REST = "rest"
@@ -51,27 +47,6 @@ _MODEL_FILES = {MANIFEST_FILE, CONFIG_FILE, INDEX_FILE, RESUME_FOLDER}
 def layer_segment(index: int) -> str:
     """The name of a decoder layer's segment."""
     return f"layer-{index:05d}"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What an artifact was made from and how.
-
-    `fingerprint`: everything that decides its bits, field by field. `matrices`: by linear path, its
-    `grid`, `shape` [out, in], compute `dtype`, and whether the source stored it `transposed`.
-    `activations`: by quantizer path, its `grid` and whether it is `dynamic`. `kept`: what stayed
-    float, and why. `accepted`: fingerprint fields that a resumed run was allowed to differ in.
-    """
-
-    fingerprint: dict[str, Any]
-    recipe: dict[str, Any]
-    algorithm: dict[str, Any]
-    segments: list[str]
-    matrices: dict[str, Any]
-    activations: dict[str, Any]
-    kept: dict[str, str]
-    accepted: list[str] = field(default_factory=list)
-    format_version: int = FORMAT_VERSION
 
 
 class Artifact:
@@ -96,14 +71,17 @@ class Artifact:
 
         Raises `StoreError` where the folder cannot be written or holds other things, `ResumeError`
         naming every field in which the run that began it differs; `accept` names fields that may.
-        `overwrite` empties the folder first.
+        `overwrite` empties the folder first, unless an equal run has begun there: that goes on. A
+        complete artifact that was damaged since is begun again where the damage is.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                _empty(folder)
             remove_partials(folder)
-            return _continued(folder, manifest, accept) or _started(folder, manifest)
+            if overwrite and not _goes_on(folder, manifest):
+                _empty(folder)
+            if is_artifact(folder):
+                return _resumed(folder, manifest, accept)
+            return _started(folder, manifest)
         except OSError as error:
             raise StoreError(
                 f"cannot be written: {error.strerror or error}",
@@ -114,7 +92,7 @@ class Artifact:
     @staticmethod
     def open(folder: Path) -> Artifact:
         """A complete artifact; `StoreError` for anything else."""
-        manifest, complete = _read_manifest(folder)
+        manifest, complete = read_manifest(folder)
         if not complete or not (folder / CONFIG_FILE).is_file():
             raise StoreError(
                 "this artifact is not complete",
@@ -138,7 +116,7 @@ class Artifact:
         return _tensors(self._file(segment))
 
     def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the inputs of a layer for a later run, and drops those of the layers before."""
+        """Keeps the inputs of a layer for a later run."""
         (self.folder / RESUME_FOLDER).mkdir(exist_ok=True)
         self._put(self._inputs_file(index), tensors, {"index": index})
 
@@ -168,12 +146,8 @@ class Artifact:
             {"metadata": {"total_size": size}, "weight_map": weight_map},
         )
         shutil.rmtree(self.folder / RESUME_FOLDER, ignore_errors=True)
-        write_json(
-            self.folder / MANIFEST_FILE,
-            {**asdict(self.manifest), "complete": True, "content": hashes},
-        )
+        self._declare(complete=True, content=hashes)
         write_json(self.folder / CONFIG_FILE, config)
-        self.complete = True
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -215,7 +189,7 @@ class Artifact:
                     StoreError(
                         "the content does not match its recorded hash",
                         where=str(file),
-                        remedy="Write the artifact again, or fetch the file again.",
+                        remedy="Quantize into this folder again, or fetch the file again.",
                     )
                 )
         return problems
@@ -231,6 +205,17 @@ class Artifact:
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors().infos.values())
+
+    def _declare(self, *, complete: bool, **more: Any) -> None:
+        """Writes the manifest."""
+        plain = {**asdict(self.manifest), "complete": complete, **more}
+        write_json(self.folder / MANIFEST_FILE, plain)
+        self.complete = complete
+
+    def _reopen(self) -> None:
+        """Makes this an unfinished artifact; the config goes, so that no loader takes it."""
+        (self.folder / CONFIG_FILE).unlink(missing_ok=True)
+        self._declare(complete=False)
 
     def _put(self, path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         header = {"hash": content_hash(tensors), "run": self._run, **record}
@@ -285,13 +270,19 @@ def refuse_folder(folder: Path, *, overwrite: bool) -> list[StoreError]:
                 remedy="Choose another output folder.",
             )
         ]
-    if existing != folder or is_artifact(folder) or overwrite:
+    if existing != folder or is_artifact(folder):
         return []
-    return _strangers(folder)
+    return _not_a_models(folder) if overwrite else _strangers(folder)
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in a folder, but for what a killed run left half written."""
+    names = (path.name for path in folder.iterdir())
+    return sorted(n for n in names if not (n.startswith(".") and n.endswith(".partial")))
 
 
 def _strangers(folder: Path) -> list[StoreError]:
-    names = sorted(path.name for path in folder.iterdir())
+    names = _names(folder)
     if not names:
         return []
     return [
@@ -303,112 +294,60 @@ def _strangers(folder: Path) -> list[StoreError]:
     ]
 
 
+def _not_a_models(folder: Path) -> list[StoreError]:
+    """Why a folder is not emptied: it is not like a model's, or holds more than one would."""
+    names = _names(folder)
+    folders = [p.name for p in folder.iterdir() if p.is_dir() and p.name != RESUME_FOLDER]
+    like = any(n in _MODEL_FILES or n.endswith(".safetensors") for n in names)
+    if folders:
+        what = f"holds folders, which overwriting would not touch: {', '.join(sorted(folders)[:5])}"
+    elif names and not like:
+        what = f"not emptied, since it is no model's folder: {', '.join(names[:5])}"
+    else:
+        return []
+    remedy = "Choose another output folder, or clear this one by hand."
+    return [StoreError(what, where=str(folder), remedy=remedy)]
+
+
+def _empty(folder: Path) -> None:
+    raise_all(_not_a_models(folder))
+    shutil.rmtree(folder / RESUME_FOLDER, ignore_errors=True)
+    # The config goes first, so that a kill in between leaves nothing that a loader would take; the
+    # manifest goes last, so that it leaves something that the next run may go on emptying.
+    rank = {CONFIG_FILE: 0, MANIFEST_FILE: 2}
+    for path in sorted(folder.iterdir(), key=lambda p: rank.get(p.name, 1)):
+        path.unlink()
+
+
 def _started(folder: Path, manifest: Manifest) -> Artifact:
     raise_all(_strangers(folder))
-    write_json(folder / MANIFEST_FILE, {**asdict(manifest), "complete": False})
-    return Artifact(folder, manifest, complete=False)
+    artifact = Artifact(folder, manifest, complete=False)
+    artifact._declare(complete=False)
+    return artifact
 
 
-def _continued(folder: Path, manifest: Manifest, accept: Collection[str]) -> Artifact | None:
-    if not is_artifact(folder):
-        return None
-    begun, complete = _read_manifest(folder)
-    complete = complete and (folder / CONFIG_FILE).is_file()
-    problems: list[OngridError] = []
-    accepted = set(begun.accepted)
-    for name in sorted(begun.fingerprint.keys() | manifest.fingerprint.keys()):
-        before, now = begun.fingerprint.get(name), manifest.fingerprint.get(name)
-        if before == now:
-            continue
-        if name in accept:
-            accepted.add(name)
-            continue
-        for field_, was, now_is in _differing(name, before, now):
-            problems.append(
-                ResumeError(
-                    f"was begun with {field_} {_show(was)}, now {_show(now_is)}",
-                    where=str(folder),
-                    remedy=f"Use what it was begun with, a new folder, or accept=[{name!r}].",
-                )
-            )
-    raise_all(problems)
-    if accepted != set(begun.accepted) and not complete:
-        begun.accepted[:] = sorted(accepted)
-        write_json(folder / MANIFEST_FILE, {**asdict(begun), "complete": False})
-    return Artifact(folder, begun, complete=complete)
-
-
-def _differing(name: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The innermost parts in which two JSON values differ, each with its path."""
-    match before, now:
-        case dict(), dict():
-            parts = [(f".{key}", key) for key in sorted({**before, **now})]
-            before_of, now_of = before.get, now.get
-        case list(), list() if len(before) == len(now):
-            parts = [(f"[{index}]", index) for index in range(len(now))]
-            before_of, now_of = before.__getitem__, now.__getitem__
-        case _:
-            if before != now:
-                yield name, before, now
-            return
-    for suffix, key in parts:
-        yield from _differing(name + suffix, before_of(key), now_of(key))
-
-
-def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
-    path = folder / MANIFEST_FILE
+def _goes_on(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder holds an artifact of an equal run."""
     try:
-        plain = json.loads(path.read_bytes())
-        complete = plain.pop("complete")
-        plain.pop("content", None)
-        version = plain.get("format_version")
-        if version != FORMAT_VERSION:
-            raise StoreError(
-                f"format version {version}, this release reads {FORMAT_VERSION}",
-                where=str(path),
-                remedy="Read it with the release that wrote it.",
-            )
-        return build(Manifest, plain), bool(complete)
-    except FileNotFoundError:
-        raise StoreError(
-            "no artifact here (no ongrid.json)",
-            where=str(folder),
-            remedy="Give a folder that `ongrid quantize` wrote.",
-        ) from None
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, ConfigError) as error:
-        raise StoreError(f"the manifest is damaged: {error}", where=str(path)) from None
+        check_same_run(folder, read_manifest(folder)[0], manifest, ())
+    except OngridError:
+        return False
+    return True
+
+
+def _resumed(folder: Path, manifest: Manifest, accept: Collection[str]) -> Artifact:
+    begun, complete = read_manifest(folder)
+    accepted = check_same_run(folder, begun, manifest, accept)
+    complete = complete and (folder / CONFIG_FILE).is_file()
+    artifact = Artifact(folder, replace(begun, accepted=accepted), complete=complete)
+    if (complete and artifact.damage()) or (not complete and accepted != begun.accepted):
+        artifact._reopen()
+    return artifact
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     file = ShardFile(path)
     return {name: file.read(name) for name in file.infos}
-
-
-def _empty(folder: Path) -> None:
-    """Removes a model's files, and refuses a folder that does not look like a model's."""
-    names = {path.name for path in folder.iterdir()}
-    if names and not any(n in _MODEL_FILES or n.endswith(".safetensors") for n in names):
-        raise StoreError(
-            f"not emptied, since it is no model's folder: {', '.join(sorted(names)[:5])}",
-            where=str(folder),
-            remedy="Choose another output folder, or clear this one by hand.",
-        )
-    folders = [p.name for p in folder.iterdir() if p.is_dir() and p.name != RESUME_FOLDER]
-    if folders:
-        raise StoreError(
-            f"holds folders, which overwriting would not touch: {', '.join(sorted(folders)[:5])}",
-            where=str(folder),
-            remedy="Choose another output folder, or clear this one by hand.",
-        )
-    shutil.rmtree(folder / RESUME_FOLDER, ignore_errors=True)
-    # The config goes first, so that a kill in between leaves nothing that a loader would take.
-    for path in sorted(folder.iterdir(), key=lambda p: p.name != CONFIG_FILE):
-        os.unlink(path)
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -138,13 +138,18 @@ class ShardSource(AbstractSource):
         return self.shards.digest()
 
     def page_in(self, path: str) -> None:
+        self._page_in(path, recurse=True)
+
+    def _page_in(self, path: str, *, recurse: bool) -> None:
         problems: list[OngridError] = []
         module = self.model.get_submodule(path)
         head = f"{path}." if path else ""
-        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-            if parameter.is_meta:
+        named = module.named_parameters(recurse=recurse, remove_duplicate=False)
+        for name, parameter in list(named):
+            # Looked up anew: it may have come with a name that it is tied to.
+            if module.get_parameter(name).is_meta:
                 problems += self._load(head + name, parameter)
-        for name, buffer in list(module.named_buffers()):
+        for name, buffer in list(module.named_buffers(recurse=recurse)):
             if head + name in self.names:
                 buffer.copy_(self.shards.read(self.names[head + name]))
         raise_all(problems)
@@ -158,10 +163,14 @@ class ShardSource(AbstractSource):
         return problems
 
     def page_out(self, path: str) -> None:
+        self._page_out(path, recurse=True)
+
+    def _page_out(self, path: str, *, recurse: bool) -> None:
         module = self.model.get_submodule(path)
         head = f"{path}." if path else ""
         moved: dict[int, nn.Parameter] = {}
-        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        named = module.named_parameters(recurse=recurse, remove_duplicate=False)
+        for name, parameter in list(named):
             if parameter.is_meta:
                 continue
             hollow = moved.setdefault(
@@ -197,15 +206,16 @@ class ShardSource(AbstractSource):
 
         def page_in(path: str):
             def hook(module: nn.Module, args: object) -> None:
-                if any(p.is_meta for p in module._parameters.values() if p is not None):
+                if path not in paged:
                     paged.append(path)
-                    self.page_in(path)
+                    self._page_in(path, recurse=False)
 
             return hook
 
         for path, module in self.model.named_modules():
             inside = path == except_below or path.startswith(f"{except_below}.")
-            if not inside and any(p is not None for p in module._parameters.values()):
+            own = (f"{path}.{name}" for name in (*module._parameters, *module._buffers))
+            if not inside and any(name.removeprefix(".") in self.names for name in own):
                 handles.append(module.register_forward_pre_hook(page_in(path)))
         try:
             yield
@@ -213,7 +223,7 @@ class ShardSource(AbstractSource):
             for handle in handles:
                 handle.remove()
             for path in paged:
-                self.page_out(path)
+                self._page_out(path, recurse=False)
 
 
 def _not_finite(where: str, tensor: Tensor) -> list[OngridError]:
