@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy
 from transformers import AutoModelForCausalLM
 
 import ongrid
 import ongrid.hf
+import toy
 from ongrid.nn import quant_linears
 
 

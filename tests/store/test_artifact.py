@@ -49,7 +49,7 @@ def test_an_equal_run_finds_a_complete_artifact(complete: Path):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
-def test_a_damaged_complete_artifact_is_begun_again_where_the_damage_is(complete: Path, damage: str):
+def test_damage_is_found_and_begun_again(complete: Path, damage: str):
     file = complete / f"model-{SEGMENTS[1]}.safetensors"
     whole = file.read_bytes()
     if damage == "flipped":
