@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -62,10 +63,10 @@ class QuantLinear(nn.Module):
         """The matrix that the layer multiplies with; read-only."""
         return self.weight_quantizer()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.input_quantizer is not None:
-            x = self.input_quantizer(x)
-        y = nn.functional.linear(x, self.weight_quantizer(), self.bias)
+            input = self.input_quantizer(input)
+        y = nn.functional.linear(input, self.weight_quantizer(), self.bias)
         return y if self.output_quantizer is None else self.output_quantizer(y)
 
     def extra_repr(self) -> str:
@@ -166,11 +167,12 @@ def insert_empty(
         old, bias = root.get_submodule(path).weight, root.get_submodule(path).bias
         assert isinstance(old, Tensor)
         assert bias is None or isinstance(bias, nn.Parameter)
-        weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, old.dtype)
-        linear = _quant_linear(weight, bias, of_linear)
-        for quantizer in (linear.input_quantizer, linear.output_quantizer):
-            if quantizer is not None:
-                quantizer.allocate()
+        with torch.device(old.device):
+            weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, old.dtype)
+            linear = _quant_linear(weight, bias, of_linear)
+            for quantizer in (linear.input_quantizer, linear.output_quantizer):
+                if quantizer is not None:
+                    quantizer.allocate()
         place(root, path, linear)
 
 
