@@ -159,6 +159,7 @@ class Replay:
         total = len(self.hidden)
         for batch in range(total):
             yield batch, self.hidden[batch]
+            give_back()
             self._report(batch + 1, total)
 
 

@@ -26,6 +26,7 @@ from ongrid.grid import QTensor
 from ongrid.nn import freeze, insert, insert_empty, place, quant_linears
 from ongrid.recipe import Plan
 from ongrid.store.artifact import REST, Artifact, layer_segment
+from ongrid.store.memory import give_back
 from ongrid.store.paging import AbstractSource
 from ongrid.store.shards import tensor_hash
 
@@ -200,6 +201,7 @@ class _Walk:
             self._write(layer_segment(self.index), path, layer, notes, hashes)
             self.artifact.drop_inputs(self.index)
             self.source.drop(path)
+            give_back()
         self._report(1, 1, "done")
         return {f"{path}.{name}": note for name, note in notes.items()}
 
