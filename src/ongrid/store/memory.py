@@ -2,7 +2,7 @@
 
 Peak memory is promised not to grow with a model's depth, and what lives does not. But glibc keeps
 freed blocks, and the holes between live ones grow for dozens of layers: by 4 MB a layer on a model
-of width 576, more than half a layer. Trimmed after every batch, the peak is that of the first layers.
+of width 576, more than half a layer. Trimmed after every batch, the peak stays that of the first.
 """
 
 from __future__ import annotations
