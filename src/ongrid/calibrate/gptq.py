@@ -41,6 +41,7 @@ from ongrid.grid.grid import decode_each, encode_each
 from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
 
 _ESCALATION = 10.0
+_ROWS_AT_ONCE = 1024
 _MOST_DAMPING = 10.0
 
 
@@ -57,12 +58,13 @@ class SecondMoment(AbstractReduction):
         # unit take them as they are loses nothing; float32 inputs are multiplied as float32.
         exact = x.dtype == torch.bfloat16 and x.device.type == "cpu"
         context = _bf16_products() if exact else nullcontext()
-        x = x.float()
+        if self.sum is None:
+            self.sum = torch.zeros(x.shape[1], x.shape[1], device=x.device)
         with context:
-            if self.sum is None:
-                self.sum = x.T @ x
-            else:
-                self.sum.addmm_(x.T, x)
+            # A part at a time: the float32 copy of a whole batch would be the largest block of all.
+            for part in x.split(_ROWS_AT_ONCE):
+                rows = part.float()
+                self.sum.addmm_(rows.T, rows)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ongrid.calibrate.capture import Capture
 from ongrid.calibrate.data import ModelCall
 from ongrid.errors import NonFiniteError, StructureError
 from ongrid.nn import ActivationQuantizer, QuantLinear, bypassed, held, quant_linears
-from ongrid.store.memory import give_back
 
 Propagation = Literal["quantized", "float"]
 """Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
@@ -160,7 +159,6 @@ class Replay:
         total = len(self.hidden)
         for batch in range(total):
             yield batch, self.hidden[batch]
-            give_back()
             self._report(batch + 1, total)
 
 

@@ -26,7 +26,7 @@ from ongrid.grid import QTensor
 from ongrid.nn import freeze, insert, insert_empty, place, quant_linears
 from ongrid.recipe import Plan
 from ongrid.store.artifact import REST, Artifact, layer_segment
-from ongrid.store.memory import give_back
+from ongrid.store.memory import Level
 from ongrid.store.paging import AbstractSource
 from ongrid.store.shards import tensor_hash
 
@@ -83,22 +83,31 @@ class _Walk:
         self.artifact = artifact
         self.on_progress = on_progress
         self.layers = plan.stack.size
-        self.index = 0
+        self.index = self.start = 0
+        self.memory = Level()
         self.rest_done = artifact is not None and artifact.record(REST) is not None
         self.replay: Replay
 
     def _report(self, done: int, total: int, phase: str = "forward") -> None:
         self.on_progress(Progress(self.index, self.layers + 1, phase, done, total))
 
+    def _batch_done(self, done: int, total: int) -> None:
+        if self.index == self.start:
+            self.memory.learn()
+        else:
+            self.memory.hold()
+        self._report(done, total)
+
     @torch.no_grad()
     def run(self) -> Notes:
         notes: Notes = {}
-        start, kept = self._resume_point()
+        self.start, kept = self._resume_point()
+        start = self.start
         if self.source.stays:
             self._put_back(start)
         last = self._last_layer_with_need()
         found = self._captured(kept) if last >= start else Capture()
-        self.replay = Replay(found, self.algorithm.propagate, self._report)
+        self.replay = Replay(found, self.algorithm.propagate, self._batch_done)
         self.replay.enter(start, kept)
         del kept  # the replay lets go of each as soon as it is replaced
         for index in range(start, self.layers):
@@ -201,7 +210,6 @@ class _Walk:
             self._write(layer_segment(self.index), path, layer, notes, hashes)
             self.artifact.drop_inputs(self.index)
             self.source.drop(path)
-            give_back()
         self._report(1, 1, "done")
         return {f"{path}.{name}": note for name, note in notes.items()}
 
