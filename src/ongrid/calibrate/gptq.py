@@ -59,7 +59,8 @@ class SecondMoment(AbstractReduction):
         exact = x.dtype == torch.bfloat16 and x.device.type == "cpu"
         context = _bf16_products() if exact else nullcontext()
         if self.sum is None:
-            self.sum = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+            size = x.shape[1]
+            self.sum = torch.zeros(size, size, dtype=torch.float32, device=x.device)
         with context:
             # A part at a time: the float32 copy of a whole batch would be the largest block of all.
             for part in x.split(_ROWS_AT_ONCE):
