@@ -51,7 +51,7 @@ def main() -> int:
     models = {name: load_model(folder) for name, folder in folders.items()}
     ids = windows(text.scoring_text(), AutoTokenizer.from_pretrained(source), 512, 16)
     scores = score_all(models, ids, against=models["float"])
-    sizes = {name: size_bytes(folder) for name, folder in folders.items()}
+    sizes = {name: ShardFolder(folder).nbytes for name, folder in folders.items()}
     print_scores(
         {name: (scores[name], sizes[name]) for name in models},
         "SmolLM2-135M, 16 windows of 512 tokens of Python's documentation",
@@ -62,11 +62,6 @@ def main() -> int:
     for line in proof.lines():
         console.print(line, highlight=False, markup=False)
     return 0 if proof.ok else 1
-
-
-def size_bytes(folder: Path) -> int:
-    """Bytes of all tensors in a model folder."""
-    return sum(info.nbytes for info in ShardFolder(folder).infos.values())
 
 
 if __name__ == "__main__":

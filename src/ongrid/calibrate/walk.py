@@ -102,15 +102,14 @@ class _Walk:
     def run(self) -> Notes:
         notes: Notes = {}
         self.start, kept = self._resume_point()
-        start = self.start
         if self.source.stays:
-            self._put_back(start)
+            self._put_back(self.start)
         last = self._last_layer_with_need()
-        found = self._captured(kept) if last >= start else Capture()
+        found = self._captured(kept) if last >= self.start else Capture()
         self.replay = Replay(found, self.algorithm.propagate, self._batch_done)
-        self.replay.enter(start, kept)
+        self.replay.enter(self.start, kept)
         del kept  # the replay lets go of each as soon as it is replaced
-        for index in range(start, self.layers):
+        for index in range(self.start, self.layers):
             self.index = index
             notes |= self._layer(feeds_on=self.index < last)
         self.index = self.layers

@@ -18,6 +18,7 @@ from ongrid.quantize import plan as make_plan
 from ongrid.quantize import quantize as run_quantize
 from ongrid.recipe import presets
 from ongrid.store.artifact import Artifact, is_artifact
+from ongrid.store.shards import ShardFolder
 
 app = typer.Typer(
     help="Quantize a language model, and prove that what is on disk is what was calibrated.",
@@ -107,7 +108,7 @@ def inspect(folder: Folder) -> None:
         _fact("matrices", f"{count} on {grid}")
     for path, why in sorted(manifest.kept.items())[:10]:
         _fact("kept float", f"{path} ({why})")
-    _fact("size", f"{artifact.size_bytes() / 1e6:.1f} MB")
+    _fact("size", f"{artifact.tensors().nbytes / 1e6:.1f} MB")
     for name, value in sorted(manifest.fingerprint.items()):
         if name not in ("recipe", "algorithm"):
             _fact(name, value if isinstance(value, str) else json.dumps(value))
@@ -138,7 +139,7 @@ def score(
         name = f"{name} (quantized)"
     models = {reference: load_model(original), name: load_model(folder)}
     scores = score_all(models, ids, against=models[reference])
-    sizes = {reference: _tensor_bytes(original), name: _tensor_bytes(folder)}
+    sizes = {reference: ShardFolder(original).nbytes, name: ShardFolder(folder).nbytes}
     print_scores(
         {name: (found, sizes[name]) for name, found in scores.items()},
         f"{rows} windows of {seqlen} tokens of {data}",
@@ -187,12 +188,6 @@ class _Lazy:
 
 def _fact(name: str, value: str) -> None:
     console.print(f"{name:<12} {value}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _tensor_bytes(folder: Path) -> int:
-    from ongrid.store.shards import ShardFolder
-
-    return sum(info.nbytes for info in ShardFolder(folder).infos.values())
 
 
 def _settings(algorithm: dict[str, Any]) -> str:

@@ -202,10 +202,6 @@ class Artifact:
             found[segment] = json.loads(file.metadata["ongrid"])
         return found
 
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for info in self.tensors().infos.values())
-
     def _declare(self, *, complete: bool, **more: Any) -> None:
         """Writes the manifest."""
         plain = {**asdict(self.manifest), "complete": complete, **more}

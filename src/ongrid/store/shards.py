@@ -171,6 +171,11 @@ class ShardFolder:
         """The tensor `name`; law and errors of `ShardFile.read`."""
         return _get(self._home, name, self.folder).read(name)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.infos.values())
+
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor `name`; `StoreError` for an unknown name."""
         return _get(self._home, name, self.folder).path
