@@ -356,7 +356,7 @@ def test_a_module_whose_hessian_is_hopeless_is_rounded_plainly_and_named(
     def indefinite(self: SecondMoment, x: Tensor) -> None:
         update(self, x)
         if x.shape[1] == 96:  # the down projections
-            self.sum = with_lowest(-50, 96)
+            self.stripes = [with_lowest(-50, 96)]
 
     monkeypatch.setattr(SecondMoment, "update", indefinite)
     ongrid.quantize(toy.build(), toy.recipe(), toy.batches(), algorithm="gptq", out=tmp_path / "q")

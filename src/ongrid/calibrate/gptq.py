@@ -42,30 +42,57 @@ from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
 
 _ESCALATION = 10.0
 _ROWS_AT_ONCE = 1024
+_NUMBERS_AT_ONCE = 2**22
+_STRIPE = 512
 _MOST_DAMPING = 10.0
 
 
 class SecondMoment(AbstractReduction):
-    """X^T X, float32 `[in in]`, and the number of tokens."""
+    """X^T X, float32 `[in in]`, and the number of tokens.
+
+    The matrix is symmetric, so only stripes of rows up to the diagonal's end are summed: for wide
+    inputs little more than half of it.
+    """
 
     def __init__(self) -> None:
-        self.sum: Tensor | None = None
         self.tokens = 0
+        self.stripes: list[Float[Tensor, "rows columns_so_far"]] = []
 
     def update(self, x: Float[Tensor, "tokens features"]) -> None:
         self.tokens += x.shape[0]
+        size = x.shape[1]
+        if not self.stripes:
+            self.stripes = [
+                torch.zeros(stop - start, stop, dtype=torch.float32, device=x.device)
+                for start, stop in _spans(size)
+            ]
         # Numbers that already are bfloat16 have exact products in float32, so letting the matrix
         # unit take them as they are loses nothing; float32 inputs are multiplied as float32.
         exact = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-        context = _bf16_products() if exact else nullcontext()
-        if self.sum is None:
-            size = x.shape[1]
-            self.sum = torch.zeros(size, size, dtype=torch.float32, device=x.device)
-        with context:
+        with _bf16_products() if exact else nullcontext():
             # A part at a time: the float32 copy of a whole batch would be the largest block of all.
-            for part in x.split(_ROWS_AT_ONCE):
+            for part in x.split(max(_ROWS_AT_ONCE, _NUMBERS_AT_ONCE // size)):
                 rows = part.float()
-                self.sum.addmm_(rows.T, rows)
+                for (start, stop), stripe in zip(_spans(size), self.stripes, strict=True):
+                    stripe.addmm_(rows[:, start:stop].T, rows[:, :stop])
+
+    @property
+    def sum(self) -> Float[Tensor, "in in"] | None:
+        """The whole matrix, put together anew; None before the first token."""
+        if not self.stripes:
+            return None
+        size = self.stripes[-1].shape[1]
+        whole = self.stripes[0].new_empty(size, size)
+        for (start, stop), stripe in zip(_spans(size), self.stripes, strict=True):
+            whole[start:stop, :stop] = stripe
+            whole[:start, start:stop] = stripe[:, :start].T
+        return whole
+
+
+def _spans(size: int) -> list[tuple[int, int]]:
+    """Stripes of equal height, high enough for one product to be worth its start."""
+    count = max(1, size // _STRIPE)
+    return [(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
 @contextmanager
@@ -128,25 +155,25 @@ class Gptq(AbstractAlgorithm):
         moments = replay.observe(layer, list(linears), SecondMoment, activations=True)
         for moment in dict.fromkeys(moments.values()):
             paths = [path for path, m in moments.items() if m is moment]
+            # The largest tensor of the run lives only here, and goes as soon as it has been used.
+            h, moment.stripes = moment.sum, []
             for alike in _stacks({p: _latent(linears[p]) for p in paths}):
                 try:
-                    solved, note = self._solve(moment, alike)
+                    solved, note = self._solve(h, moment.tokens, alike)
                 except OngridError as error:
                     raise error.at(", ".join(alike)) from None
                 for path, q in solved.items():
                     linears[path].weight_quantizer = CodedWeight(q, alike[path].dtype)
                 notes |= note
-            # The largest tensor of the run goes as soon as it has been used.
-            moment.sum = None
+            del h
         return notes
 
     def _solve(
-        self, moment: SecondMoment, weights: Mapping[str, LatentWeight]
+        self, h: Tensor | None, tokens: int, weights: Mapping[str, LatentWeight]
     ) -> tuple[dict[str, QTensor], Notes]:
         """Sweeps weights that share inputs and grid as one matrix; what stays plain is left out."""
         first = next(iter(weights.values()))
         w = torch.cat([weight.latent.detach().float() for weight in weights.values()])
-        h = moment.sum
         if h is None:
             return {}, {path: {"tokens": 0, "rounded_plainly": "no token"} for path in weights}
         if not bool(torch.isfinite(h).all()):
@@ -157,13 +184,12 @@ class Gptq(AbstractAlgorithm):
         # The factor of a permuted H is not a permutation of the factor: order first.
         order = h.diagonal().argsort(descending=True, stable=True) if self.act_order else None
         factor = factorise(h if order is None else h[order][:, order], self.damp)
-        common = {"tokens": moment.tokens, "dead_columns": int((h.diagonal() == 0).sum())}
+        common = {"tokens": tokens, "dead_columns": int((h.diagonal() == 0).sum())}
         if factor is None:
             reason = f"no damping up to {_MOST_DAMPING:g} makes H positive definite"
             return {}, {path: {**common, "rounded_plainly": reason} for path in weights}
         grid, dtype = first.grid, first.dtype
-        with _one_thread():
-            swept = sweep(grid, w, factor.u, dtype, fit=self._fit, block=self.block, order=order)
+        swept = sweep(grid, w, factor.u, dtype, fit=self._fit, block=self.block, order=order)
         parts, kept = _never_worse(grid, w, h, _plain_parts(weights), swept, dtype)
         return _split(grid, parts, kept, weights, {**common, "damp": factor.damp})
 
@@ -188,13 +214,17 @@ def factorise(h: Float[Tensor, "in in"], damp: float) -> Factor | None:
     """
     dead = h.diagonal() == 0
     level = h.diagonal()[~dead].mean() if not bool(dead.all()) else torch.zeros(())
+    # With P the reversal of order: P H P = L L^T, so that H = R R^T with R = P L P upper
+    # triangular, and U = R^-1. One factorisation instead of two, and no inverse of H is formed.
+    backwards = h.flip(0, 1)
+    dead, one = dead.flip(0), torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
     while damp <= _MOST_DAMPING:
-        damped = h.clone()
+        damped = backwards.clone()
         damped.diagonal().add_(torch.where(dead, 1.0, damp * level))
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
-            u, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed) and bool(torch.isfinite(u).all()):
+            u = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
+            if bool(torch.isfinite(u).all()):
                 return Factor(u, damp)
         damp *= _ESCALATION
     return None
@@ -224,29 +254,26 @@ def sweep(
     wt = w.T.contiguous()
     if order is not None:
         groups, wt = groups[order], wt[order]
+    # With a unit diagonal the factor feeds on plain errors: e_j U_jk = (U_jj e_j) (U_jk / U_jj).
+    u = u / u.diagonal()[:, None]
     errors = torch.empty_like(wt)
     codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
-    pivots = u.diagonal().tolist()
     fitted: list[tuple[Tensor, Tensor | None]] = []
     step = block if static else width
-    s, z = _of_rows(grid, scale, zero, w.shape[0]) if static else (wt[:0], None)
+    of_groups = _of_rows(grid, scale, zero, w.shape[0]) if static else []
     for start in range(0, columns, step):
         stop = min(start + step, columns)
         if start:
             wt[start:stop].addmm_(u[:start, start:stop].T, errors[:start], alpha=-1)
-        if not static:
+        if static:
+            last = len(of_groups) - 1
+            of_columns = [of_groups[min(group, last)] for group in groups[start:stop].tolist()]
+        else:
             fitted.append(fit(grid, wt[start:stop].T, dtype))
-            s, z = _of_rows(grid, *fitted[-1], w.shape[0])
-        of_column = groups[start:stop].tolist() if static and s.shape[0] > 1 else [0] * step
-        for j, group in zip(range(start, stop), of_column, strict=False):
-            column = wt[j]
-            if j > start:
-                column = torch.addmv(column, errors[start:j].T, u[start:j, j], alpha=-1)
-            zeros = None if z is None else z[group]
-            q = encode_each(grid, column, s[group], zeros)
-            codes[j] = q
-            torch.sub(column, decode_each(grid, q, s[group], zeros).to(dtype), out=errors[j])
-            errors[j] /= pivots[j]
+            of_columns = _of_rows(grid, *fitted[-1], w.shape[0]) * (stop - start)
+        codes[start:stop] = _sweep_block(
+            grid, wt[start:stop], u[start:stop, start:stop], of_columns, dtype, errors[start:stop]
+        )
     if order is not None:
         codes = codes[order.argsort()]
     if not static:
@@ -256,17 +283,40 @@ def sweep(
     return Parts(codes.T.contiguous(), scale, zero)
 
 
+def _sweep_block(
+    grid: Grid,
+    wt: Float[Tensor, "columns out"],
+    u: Float[Tensor, "columns columns"],
+    of_columns: list[tuple[Tensor, Tensor | None]],
+    dtype: torch.dtype,
+    errors: Float[Tensor, "columns out"],
+) -> Float[Tensor, "columns out"]:
+    """Codes of consecutive columns, and their errors into `errors`, each from those before it.
+
+    The loop costs what its operations cost to start, so it has as few of them as can be.
+    """
+    codes = []
+    rows = zip(wt.unbind(), of_columns, u.T.contiguous().unbind(), errors.unbind(), strict=True)
+    with _one_thread():
+        for j, (column, (s, z), feeds, error) in enumerate(rows):
+            if j:
+                column = torch.addmv(column, errors[:j].T, feeds[:j], alpha=-1)
+            codes.append(encode_each(grid, column, s, z))
+            torch.sub(column, decode_each(grid, codes[-1], s, z).to(dtype), out=error)
+    return torch.stack(codes)
+
+
 def _of_rows(
     grid: Grid, scale: Any, zero: Tensor | None, rows: int
-) -> tuple[Float[Tensor, "C out"], Float[Tensor, "C out"] | None]:
-    """Scales and zeros of every row as float32, group by group, each group contiguous."""
+) -> list[tuple[Float[Tensor, " out"], Float[Tensor, " out"] | None]]:
+    """The scale and the zero of every row as float32, group by group."""
 
-    def wide(t: Tensor) -> Tensor:
-        return t.float().T.repeat_interleave(rows // t.shape[0], 1).contiguous()
+    def wide(t: Tensor) -> list[Tensor]:
+        return list(t.float().T.repeat_interleave(rows // t.shape[0], 1).contiguous().unbind())
 
     s = grid.scales(scale)
-    s = s.expand(1, rows) if s.dim() == 0 else wide(s)
-    return s, None if zero is None else wide(zero)
+    scales = [s.expand(rows)] if s.dim() == 0 else wide(s)
+    return list(zip(scales, [None] * len(scales) if zero is None else wide(zero), strict=True))
 
 
 def row_errors(e: Float[Tensor, "out in"], h: Float[Tensor, "in in"]) -> Float[Tensor, "out"]:

@@ -26,7 +26,7 @@ from ongrid.grid import QTensor
 from ongrid.nn import freeze, insert, insert_empty, place, quant_linears
 from ongrid.recipe import Plan
 from ongrid.store.artifact import REST, Artifact, layer_segment
-from ongrid.store.memory import Level
+from ongrid.store.memory import steady_heap
 from ongrid.store.paging import AbstractSource
 from ongrid.store.shards import tensor_hash
 
@@ -60,7 +60,7 @@ def walk(
     this run. An artifact that already holds finished layers is continued; into a model in memory
     they are put back.
     """
-    with evaluating(model):
+    with evaluating(model), steady_heap():
         return _Walk(model, plan, algorithm, source, list(calls), artifact, on_progress).run()
 
 
@@ -83,33 +83,25 @@ class _Walk:
         self.artifact = artifact
         self.on_progress = on_progress
         self.layers = plan.stack.size
-        self.index = self.start = 0
-        self.memory = Level()
+        self.index = 0
         self.rest_done = artifact is not None and artifact.record(REST) is not None
         self.replay: Replay
 
     def _report(self, done: int, total: int, phase: str = "forward") -> None:
         self.on_progress(Progress(self.index, self.layers + 1, phase, done, total))
 
-    def _batch_done(self, done: int, total: int) -> None:
-        if self.index == self.start:
-            self.memory.learn()
-        else:
-            self.memory.hold()
-        self._report(done, total)
-
     @torch.no_grad()
     def run(self) -> Notes:
         notes: Notes = {}
-        self.start, kept = self._resume_point()
+        start, kept = self._resume_point()
         if self.source.stays:
-            self._put_back(self.start)
+            self._put_back(start)
         last = self._last_layer_with_need()
-        found = self._captured(kept) if last >= self.start else Capture()
-        self.replay = Replay(found, self.algorithm.propagate, self._batch_done)
-        self.replay.enter(self.start, kept)
+        found = self._captured(kept) if last >= start else Capture()
+        self.replay = Replay(found, self.algorithm.propagate, self._report)
+        self.replay.enter(start, kept)
         del kept  # the replay lets go of each as soon as it is replaced
-        for index in range(self.start, self.layers):
+        for index in range(start, self.layers):
             self.index = index
             notes |= self._layer(feeds_on=self.index < last)
         self.index = self.layers

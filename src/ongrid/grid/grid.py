@@ -459,7 +459,8 @@ def decode_each(grid: Grid, q: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
     """The one decoder: float32 numbers of codes, scales and zeros broadcast to them."""
     if z is not None and grid.zero == "code":
         # v(q) - v(z) is q - z in codes: small integers, exact in float32.
-        return q.to(torch.float32, copy=True).sub_(z).mul_(s)
+        shifted = q - z if q.dtype == torch.float32 else q.to(torch.float32).sub_(z)
+        return shifted.mul_(s)
     values = grid.levels.value(q).mul_(s)
     return values if z is None else values.add_(z)
 

@@ -127,7 +127,7 @@ class Int(AbstractLevels):
         return (v - self.lo).to(torch.uint8)
 
     def value(self, code: Tensor) -> Float[Tensor, "*shape"]:
-        return code.to(torch.float32, copy=True).add_(self.lo)
+        return code + self.lo if code.dtype == torch.float32 else code.float().add_(self.lo)
 
 
 class _TableLevels(AbstractLevels):

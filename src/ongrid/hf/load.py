@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ongrid.errors import StoreError
 from ongrid.store.artifact import CONFIG_FILE
+from ongrid.store.memory import clean_heap
 from ongrid.store.paging import ShardSource
 from ongrid.store.shards import ShardFolder, tensor_hash
 
@@ -62,7 +63,7 @@ def load_hollow(name: str | Path) -> Hollow:
     config = _config(folder)
     shards = ShardFolder(folder)
     dtype = config.dtype or _common_dtype(shards)
-    with _random_states_kept(), init_empty_weights(include_buffers=False):
+    with _random_states_kept(), clean_heap(), init_empty_weights(include_buffers=False):
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except _REFUSALS as error:
