@@ -5,7 +5,8 @@
 Every measurement is a process of its own. Time is also given as a multiple of one plain forward of
 the calibration set through the decoder, in the same process, dtype and batches: machines differ,
 and this one may be shared. Memory over depth is measured on random models of SmolLM2's width, read
-from disk.
+from disk: how a heap is laid out differs from run to run by some megabytes, so each depth is
+measured more than once, and a line is fitted through all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +25,8 @@ from typing import Any
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "heads": 9, "kv_heads": 3}
 CASES = [("int4_g64", "rtn"), ("w8a8_static", "max"), ("int4_g64", "gptq")]
-DEPTHS = [8, 64]
+DEPTHS = [8, 32, 64, 128]
+RUNS_OF_DEPTH = 2
 BARS = {"rtn": 0, "max": 1, "gptq": 2}
 MOST_FORWARDS_OF_TIME = 5.0
 MOST_SLOPE_PERCENT = 2.0
@@ -50,8 +54,11 @@ def main() -> int:
         for depth in DEPTHS:
             folder = f"{scratch}/depth-{depth}"
             _measured("random_model", {"folder": folder, "depth": depth})
-            case = {"source": folder, "recipe": "int4_g64", "algorithm": "gptq", "rows": 16}
-            results["depth"].append({"depth": depth, **_measured("quantize", case)})
+            case = {"source": folder, "recipe": "int4_g64", "algorithm": "gptq"}
+            for _ in range(RUNS_OF_DEPTH):
+                found = _measured("quantize", {**case, "rows": 16, "batch": 2})
+                results["depth"].append({"depth": depth, **found})
+            shutil.rmtree(folder)
     return _report(results, options.out)
 
 
@@ -69,7 +76,7 @@ def _measured(worker: str, arguments: dict[str, Any]) -> dict[str, Any]:
     raise SystemExit(f"{worker} {arguments} failed:\n{done.stderr[-4000:]}")
 
 
-def quantize(source: str, recipe: str, algorithm: str, rows: int) -> dict[str, Any]:
+def quantize(source: str, recipe: str, algorithm: str, rows: int, batch: int = 8) -> dict[str, Any]:
     """One run from disk to an artifact, then plain forwards of the same batches for comparison."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,7 +86,7 @@ def quantize(source: str, recipe: str, algorithm: str, rows: int) -> dict[str, A
 
     logging.disable_progress_bar()
     ids = _ids(source, rows)
-    batches = [{"input_ids": part} for part in ids.split(8)]
+    batches = [{"input_ids": part} for part in ids.split(batch)]
     executed = _count_executions()
     rss_before = _peak_rss_mb()
     with tempfile.TemporaryDirectory() as out:
@@ -94,8 +101,8 @@ def quantize(source: str, recipe: str, algorithm: str, rows: int) -> dict[str, A
     with torch.inference_mode():
         for _ in range(3):
             begun, begun_cpu = time.perf_counter(), time.process_time()
-            for batch in batches:
-                plain.model(**batch, use_cache=False)
+            for arguments in batches:
+                plain.model(**arguments, use_cache=False)
             forward.append(time.perf_counter() - begun)
             forward_cpu.append(time.process_time() - begun_cpu)
     layer = sum(p.numel() * p.element_size() for p in plain.model.layers[0].parameters())
@@ -186,12 +193,14 @@ def _report(results: dict[str, Any], out: Path | None) -> int:
     if gptq["multiple_of_forward"] > MOST_FORWARDS_OF_TIME:
         missed.append(f"gptq takes more than {MOST_FORWARDS_OF_TIME} forwards")
     print(f"one plain forward of the calibration set: {gptq['forward_seconds']:.1f} s")
-    shallow, deep = results["depth"]
-    slope = (deep["peak_rss_mb"] - shallow["peak_rss_mb"]) / (deep["depth"] - shallow["depth"])
-    percent = 100 * slope * 2**20 / deep["layer_bytes"]
-    results["slope_percent_of_layer"] = percent
-    for row in results["depth"]:
+    deep = results["depth"]
+    for row in deep:
         print(f"random Llama, {row['depth']} layers: peak RSS {row['peak_rss_mb']:.0f} MB")
+    slope = statistics.linear_regression(
+        [row["depth"] for row in deep], [row["peak_rss_mb"] for row in deep]
+    ).slope
+    percent = 100 * slope * 2**20 / deep[0]["layer_bytes"]
+    results["slope_percent_of_layer"] = percent
     print(f"peak RSS grows by {percent:.2f} % of a layer's bytes per layer")
     if percent > MOST_SLOPE_PERCENT:
         missed.append(f"memory grows by more than {MOST_SLOPE_PERCENT} % of a layer")

@@ -69,6 +69,10 @@ class VerifyError(OngridError):
     """A proof failed: two things that must be identical are not."""
 
 
+class MergeMismatch(VerifyError):
+    """A merged matrix is not, bit for bit, the one that training multiplied with."""
+
+
 class Problems(OngridError):
     """Several independent problems, found together and shown together."""
 

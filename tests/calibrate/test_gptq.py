@@ -132,7 +132,7 @@ def test_a_dense_float64_loop_gives_the_same(bits: int, zero: bool, block: int, 
     codes, scales = oracle(w, x, bits=bits, group=32, zero=zero, damp=0.01, order=order)
     h = x.T @ x
     columns = h.diagonal().argsort(descending=True) if order else torch.arange(IN)
-    factor = factorise(h[columns][:, columns], 0.01)
+    factor = factorise(h, 0.01, columns)
     assert factor is not None
     grid = Grid.parse(f"int{bits}.32.{'code' if zero else 'sym'}.fp16")
     parts = sweep(grid, w, factor.u, torch.float32, block=block, order=columns if order else None)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ongrid.grid import LEVELS, Grid, Int, QTensor
 from ongrid.nn import AbstractWeight, CodedWeight, LatentWeight
 from ongrid.recipe import Recipe, presets
+from ongrid.tune.qalora import ShiftedWeight
 
 # Forms of scales, zeros and blocks; every set of levels is added below with fp16 scales.
 FORMS = (
@@ -140,11 +141,26 @@ def coded_ordered(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
     return CodedWeight(q, dtype, train=("scale", "zero") if plain(grid) else ())
 
 
+def shifted(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
+    """Where there are zeros to be moved, with an adapter that moves them; else as `coded`."""
+    if grid.zero is None:
+        return coded(grid, dtype)
+    train = ("scale",) if plain(grid) else ()
+    q = QTensor.rounded(grid, example(grid, dtype))
+    weight = ShiftedWeight(q, dtype, rank=3, factor=0.7, dropout=0.5, train=train)
+    rows, cols = grid.blocks.counts(q.shape)
+    with torch.no_grad():
+        weight.a.copy_(_noise(3, cols, 1))
+        weight.b.copy_(_noise(rows, 3, 2))
+    return weight.eval()
+
+
 WEIGHTS: dict[str, Callable[[Grid, torch.dtype], AbstractWeight]] = {
     "latent": latent,
     "coded": coded,
     "coded_trained": coded_trained,
     "coded_ordered": coded_ordered,
+    "shifted": shifted,
 }
 
 

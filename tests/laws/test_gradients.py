@@ -12,6 +12,7 @@ from laws.oracle import level_values
 from laws.table import GRIDS, WEIGHTS, disturb, example
 from ongrid.grid import Grid, Parts, QTensor, ops
 from ongrid.nn import AbstractWeight, LatentWeight
+from ongrid.tune.qalora import ShiftedWeight
 
 each = pytest.mark.parametrize("name", GRIDS)
 each_kind = pytest.mark.parametrize("kind", WEIGHTS)
@@ -62,12 +63,31 @@ def closed_form(
     u = torch.where(inside > 0, u, 0)
     sizes = {"scale": size * (v.abs() + u.abs() + offset.abs()), "zero": size * (wide_s + 1)}
     found |= {n: (summed(q, t), summed(q, sizes[n])) for n, t in terms.items()}
+    if isinstance(weight, ShiftedWeight):
+        found |= of_adapter(weight, s, found)
     if isinstance(weight.scale, AbstractWeight):
         assert isinstance(q.parts.scale, Parts) and isinstance(grid.scale, Grid)
         inner = QTensor(grid.scale, q.parts.scale)
         of_scales = closed_form(weight.scale, inner, *found.pop("scale"))
         found |= {f"scale.{n}": pair for n, pair in of_scales.items()}
     return found
+
+
+def of_adapter(
+    weight: ShiftedWeight, s: Tensor, found: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of an adapter from those of the zeros: z - steps, or b + s * steps, steps = factor * b a."""
+    (dz, size), a, b = found["zero"], weight.a.double(), weight.b.double()
+    steps = weight.factor * b @ a
+    of_steps, size_of_steps = (-dz, size) if weight.grid.zero == "code" else (dz * s, size * s)
+    adapter = {
+        "b": tuple(weight.factor * g @ f.T for g, f in ((of_steps, a), (size_of_steps, a.abs()))),
+        "a": tuple(weight.factor * f.T @ g for g, f in ((of_steps, b), (size_of_steps, b.abs()))),
+    }
+    if weight.grid.zero == "shift":
+        ds, size_of_s = found["scale"]
+        adapter["scale"] = (ds + dz * steps, size_of_s + size * steps.abs())
+    return {name: (value, bound) for name, (value, bound) in adapter.items()}
 
 
 def unclamped(grid: Grid, levels: Tensor, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
 
 _ESCALATION = 10.0
 _ROWS_AT_ONCE = 1024
-_NUMBERS_AT_ONCE = 2**22
+_NUMBERS_AT_ONCE = 2**21
 _STRIPE = 512
 _MOST_DAMPING = 10.0
 
@@ -181,9 +181,8 @@ class Gptq(AbstractAlgorithm):
                 "the second moment of the inputs is not finite",
                 remedy="The inputs overflow float32 when squared: scale them, or keep this float.",
             )
-        # The factor of a permuted H is not a permutation of the factor: order first.
         order = h.diagonal().argsort(descending=True, stable=True) if self.act_order else None
-        factor = factorise(h if order is None else h[order][:, order], self.damp)
+        factor = factorise(h, self.damp, order)
         common = {"tokens": tokens, "dead_columns": int((h.diagonal() == 0).sum())}
         if factor is None:
             reason = f"no damping up to {_MOST_DAMPING:g} makes H positive definite"
@@ -206,26 +205,32 @@ class Factor(NamedTuple):
     damp: float
 
 
-def factorise(h: Float[Tensor, "in in"], damp: float) -> Factor | None:
+def factorise(h: Float[Tensor, "in in"], damp: float, order: Tensor | None = None) -> Factor | None:
     """U with (H + damping)^-1 = U^T U, U upper triangular; None where no damping is enough.
 
-    An input that never was anything but 0 gets 1 on the diagonal: its column is then rounded
-    plainly and takes part in nothing. Damping grows tenfold until the factorisation succeeds.
+    With `order`, U is the factor of H with its columns (and rows) in that order. An input that
+    never was anything but 0 gets 1 on the diagonal: its column is then rounded plainly and takes
+    part in nothing. Damping grows tenfold until the factorisation succeeds.
     """
-    dead = h.diagonal() == 0
-    level = h.diagonal()[~dead].mean() if not bool(dead.all()) else torch.zeros(())
     # With P the reversal of order: P H P = L L^T, so that H = R R^T with R = P L P upper
     # triangular, and U = R^-1. One factorisation instead of two, and no inverse of H is formed.
-    backwards = h.flip(0, 1)
-    dead, one = dead.flip(0), torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
+    size = h.shape[0]
+    backwards = torch.arange(size, device=h.device) if order is None else order
+    backwards = backwards.flip(0)
+    diagonal = h.diagonal()[backwards]
+    dead = diagonal == 0
+    level = diagonal[~dead].mean() if not bool(dead.all()) else torch.zeros(())
     while damp <= _MOST_DAMPING:
-        damped = backwards.clone()
+        damped = h.index_select(0, backwards).index_select(1, backwards)
         damped.diagonal().add_(torch.where(dead, 1.0, damp * level))
         lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped  # here lies the peak of memory
         if not int(failed):
-            u = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
-            if bool(torch.isfinite(u).all()):
-                return Factor(u, damp)
+            one = torch.eye(size, dtype=h.dtype, device=h.device)
+            u = torch.linalg.solve_triangular(lower, one, upper=False)
+            del lower, one
+            if bool(torch.isfinite(u.sum())):
+                return Factor(u.flip(0, 1), damp)
         damp *= _ESCALATION
     return None
 
@@ -254,8 +259,6 @@ def sweep(
     wt = w.T.contiguous()
     if order is not None:
         groups, wt = groups[order], wt[order]
-    # With a unit diagonal the factor feeds on plain errors: e_j U_jk = (U_jj e_j) (U_jk / U_jj).
-    u = u / u.diagonal()[:, None]
     errors = torch.empty_like(wt)
     codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
     fitted: list[tuple[Tensor, Tensor | None]] = []
@@ -296,13 +299,17 @@ def _sweep_block(
     The loop costs what its operations cost to start, so it has as few of them as can be.
     """
     codes = []
-    rows = zip(wt.unbind(), of_columns, u.T.contiguous().unbind(), errors.unbind(), strict=True)
+    # With a unit diagonal the factor takes errors that are not divided yet, all at once at the end:
+    # e_j U_jk = (U_jj e_j) (U_jk / U_jj).
+    feeding = (u / u.diagonal()[:, None]).T.contiguous()
+    rows = zip(wt.unbind(), of_columns, feeding.unbind(), errors.unbind(), strict=True)
     with _one_thread():
         for j, (column, (s, z), feeds, error) in enumerate(rows):
             if j:
                 column = torch.addmv(column, errors[:j].T, feeds[:j], alpha=-1)
             codes.append(encode_each(grid, column, s, z))
             torch.sub(column, decode_each(grid, codes[-1], s, z).to(dtype), out=error)
+    errors /= u.diagonal()[:, None]
     return torch.stack(codes)
 
 

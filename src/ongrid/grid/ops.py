@@ -69,14 +69,41 @@ def store_zero(z: Tensor, grid: str) -> Tensor:
 
     A shift that left its stored dtype during training takes the dtype's largest number.
     """
-    parsed = Grid.parse(grid)
-    z = z.float()
-    if parsed.zero_dtype is not None:
-        most = torch.finfo(parsed.zero_dtype).max
+    return _stored_zero(Grid.parse(grid), z.float())
+
+
+def _stored_zero(grid: Grid, z: Tensor) -> Tensor:
+    if grid.zero_dtype is not None:
+        most = torch.finfo(grid.zero_dtype).max
         z = z.clamp(-most, most)
-    stored = parsed.store_zero(z)
+    stored = grid.store_zero(z)
     assert stored is not None
-    return stored.float().contiguous()
+    return stored.to(torch.float32, copy=True).contiguous()
+
+
+@torch.library.custom_op("ongrid::low_rank", mutates_args=())
+def low_rank(b: Tensor, a: Tensor, factor: float) -> Tensor:
+    """factor * (b a) `[R C]`, float32, for b `[R rank]` and a `[rank C]`.
+
+    One rank after the other, so that the sum has one order in every process and on every machine: a
+    matrix product chooses its own, and a last digit decides how a zero rounds.
+    """
+    total = torch.zeros(b.shape[0], a.shape[1], dtype=torch.float32, device=b.device)
+    for column, row in zip(b.float().T, a.float(), strict=True):
+        total += column[:, None] * row
+    return total.mul_(factor)
+
+
+@torch.library.custom_op("ongrid::move_zero", mutates_args=())
+def move_zero(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
+    """Stored zeros after all weights of a block went up by `steps` `[R C]` steps of size s, as
+    float32; the gradient passes straight through rounding and clamping.
+
+    A code falls by the steps, and is rounded and clamped; a shift rises by steps * s.
+    """
+    parsed = Grid.parse(grid)
+    moved = z.float() - steps if parsed.zero == "code" else z.float() + steps * s
+    return _stored_zero(parsed, moved)
 
 
 @torch.library.custom_op("ongrid::positive", mutates_args=())
@@ -130,6 +157,16 @@ def _(
     return _empty(q, dtype)
 
 
+@low_rank.register_fake
+def _(b: Tensor, a: Tensor, factor: float) -> Tensor:
+    return b.new_empty((b.shape[0], a.shape[1]), dtype=torch.float32)
+
+
+@move_zero.register_fake
+def _(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
+    return _empty(z, torch.float32)
+
+
 @store_scale.register_fake
 @store_zero.register_fake
 def _(x: Tensor, grid: str) -> Tensor:
@@ -180,6 +217,34 @@ def decode_backward(
     return (d * wide).reshape(q.shape), _reduced(d * v, s, order), dz
 
 
+@torch.library.custom_op("ongrid::low_rank_backward", mutates_args=())
+def low_rank_backward(d: Tensor, b: Tensor, a: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Gradients of b and a."""
+    d = d.float().contiguous() * factor
+    return (d @ a.float().T).to(b.dtype), (b.float().T @ d).to(a.dtype)
+
+
+@torch.library.custom_op("ongrid::move_zero_backward", mutates_args=())
+def move_zero_backward(
+    d: Tensor, steps: Tensor, s: Tensor, grid: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the zeros, the steps and the scales."""
+    d = d.float()
+    if Grid.parse(grid).zero == "code":
+        return d.clone(), -d, torch.zeros_like(s)
+    return d.clone(), d * s, d * steps
+
+
+@low_rank_backward.register_fake
+def _(d: Tensor, b: Tensor, a: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return _empty(b), _empty(a)
+
+
+@move_zero_backward.register_fake
+def _(d: Tensor, steps: Tensor, s: Tensor, grid: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(d, torch.float32), _empty(d, torch.float32), _empty(s)
+
+
 @encode_backward.register_fake
 def _(
     dv: Tensor, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
@@ -219,7 +284,25 @@ def _decode_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     return (*_needed(ctx, decode_backward(dw, *ctx.saved_tensors, ctx.grid)), None, None, None)
 
 
-def _needed(ctx: Any, gradients: tuple[Tensor, Tensor, Tensor]) -> list[Tensor | None]:
+def _keep_low_rank(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    b, a, ctx.factor = inputs
+    ctx.save_for_backward(b, a)
+
+
+def _low_rank_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_needed(ctx, low_rank_backward(d, *ctx.saved_tensors, ctx.factor)), None)
+
+
+def _keep_move_zero(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, steps, s, ctx.grid = inputs
+    ctx.save_for_backward(steps, s)
+
+
+def _move_zero_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_needed(ctx, move_zero_backward(d, *ctx.saved_tensors, ctx.grid)), None)
+
+
+def _needed(ctx: Any, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
     return [
         gradient if need else None
         for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)
@@ -243,6 +326,8 @@ def _straight_through(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
 
 encode.register_autograd(_encode_backward, setup_context=_keep_encode)
 decode.register_autograd(_decode_backward, setup_context=_keep_decode)
+low_rank.register_autograd(_low_rank_backward, setup_context=_keep_low_rank)
+move_zero.register_autograd(_move_zero_backward, setup_context=_keep_move_zero)
 positive.register_autograd(_straight_through, setup_context=_keep_nothing)
 snap.register_autograd(_straight_through, setup_context=_keep_nothing)
 store_scale.register_autograd(_straight_through, setup_context=_keep_nothing)

@@ -6,6 +6,7 @@ weight equals the computed one is a property of the class, whatever a subclass t
 
     LatentWeight   codes = encode(W, s, z)    W, s and z may train (QAT, EfficientQAT's Block-AP)
     CodedWeight    codes are fixed            s and z may train (PEQA, EfficientQAT's E2E-QP)
+    ShiftedWeight  codes are fixed            z moves by a low-rank product (tune/qalora.py)
 """
 
 from __future__ import annotations
@@ -84,8 +85,12 @@ class AbstractWeight(nn.Module):
     @final
     @torch.no_grad()
     def freeze(self) -> QTensor:
-        """The same matrix as it is stored."""
-        return QTensor(self.grid, _stored(self.grid, self.parts()), self.order)
+        """The same matrix as it is stored; where training adds noise, as evaluation computes it."""
+        training, self.training = self.training, False
+        try:
+            return QTensor(self.grid, _stored(self.grid, self.parts()), self.order)
+        finally:
+            self.training = training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AbstractWeight:
         """Moves tensors and keeps their dtypes; a cast changes the compute dtype instead."""

@@ -1,0 +1,1 @@
+"""Job B: training on the grid, end to end, and the merge that is proved."""
