@@ -8,6 +8,7 @@ from ongrid.errors import (
     CalibrationError,
     ConfigError,
     GridError,
+    MergeMismatch,
     NonFiniteError,
     OngridError,
     PackingError,
@@ -18,15 +19,32 @@ from ongrid.errors import (
     StructureError,
     VerifyError,
 )
+from ongrid.finetune import load, merge
 from ongrid.grid import Grid, QTensor
 from ongrid.quantize import Progress, plan, quantize
 from ongrid.recipe import Plan, Recipe, Rule, presets
 from ongrid.store.artifact import Artifact
+from ongrid.tune.merge import MergeProof
+from ongrid.tune.method import METHODS, AbstractMethod, Peqa, attach, parameter_groups
+from ongrid.tune.qalora import QaLora
+from ongrid.tune.state import load_state, save_state
 
 __version__ = VERSION
 
 __all__ = [
     "ALGORITHMS",
+    "METHODS",
+    "AbstractMethod",
+    "MergeMismatch",
+    "MergeProof",
+    "Peqa",
+    "QaLora",
+    "attach",
+    "load",
+    "load_state",
+    "merge",
+    "parameter_groups",
+    "save_state",
     "AbstractAlgorithm",
     "Artifact",
     "CalibrationError",

@@ -39,7 +39,7 @@ class Manifest:
     `grid`, `shape` [out, in], compute `dtype`, and whether the source stored it `transposed`.
     `activations`: by quantizer path, its `grid` and whether it is `dynamic`. `kept`: what stayed
     float, and why. `accepted`: what a resumed run was allowed to have in place of a field of the
-    fingerprint, by field.
+    fingerprint, by field. `changed`: the tensors outside of quantizers that tuning changed.
     """
 
     fingerprint: dict[str, Any]
@@ -50,6 +50,7 @@ class Manifest:
     activations: dict[str, Any]
     kept: dict[str, str]
     accepted: dict[str, list[Any]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
 
