@@ -10,6 +10,7 @@ from typing import TypeGuard
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ongrid.errors import OngridError, StructureError
 from ongrid.grid import Grid, QTensor
@@ -66,8 +67,29 @@ class QuantLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if self.input_quantizer is not None:
             input = self.input_quantizer(input)
-        y = nn.functional.linear(input, self.weight_quantizer(), self.bias)
+        y = self._recomputed(input) if self._trains() else self._product(input)
         return y if self.output_quantizer is None else self.output_quantizer(y)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight_quantizer(), self.bias)
+
+    def _recomputed(self, x: Tensor) -> Tensor:
+        """The product, with the matrix decoded once more in the backward pass: kept until then, the
+        decoded matrices of all layers would be a second model in memory. The product itself is not
+        computed again.
+        """
+        noisy = self.weight_quantizer.training  # dropout has to draw the same numbers
+        return checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=noisy)
+
+    def _trains(self) -> bool:
+        """Whether a backward pass will need the decoded matrix. A compiler keeps what it likes."""
+        weight = self.weight_quantizer
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and weight.held is None
+            and any(p.requires_grad for p in weight.parameters())
+        )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
