@@ -45,7 +45,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bench_quantize.py
 
 test-lowest: $(LOWEST_READY)
-	$(TESTING) .venv-lowest/bin/pytest -n $(JOBS) --dist loadfile tests/hf tests/calibrate
+	$(TESTING) .venv-lowest/bin/pytest -n $(JOBS) --dist loadfile tests/hf tests/calibrate tests/tune
 
 $(LOWEST_READY): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv-lowest

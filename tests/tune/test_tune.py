@@ -72,13 +72,13 @@ def test_attached_untrained_is_what_was_loaded(name: str, grid: str, dtype: torc
 
 @each_method
 @each_grid
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_trained_is_what_is_merged(name: str, grid: str, dtype: torch.dtype):
     model = quantized(grid, dtype)
     fixed = {n: t.clone() for n, t in model.state_dict().items() if n.endswith(".codes")}
     before = matrices(model)
     attach(model, FAST[name])
-    losses = train(model, FAST[name])
+    losses = train(model, FAST[name], 60)
     assert losses[-1] < losses[0]
     model.eval()
     trained, logits = matrices(model), model(toy.ids(1, 9)).logits
@@ -107,11 +107,9 @@ def test_a_merge_is_proved_under_autocast(name: str):
         assert_same(w, trained[path])
 
 
-@each_method
+@pytest.mark.parametrize("name", ["peqa", "peqa_zeros", "qalora"])  # dropout would draw anew
 def test_unmerged_state_goes_on_training_as_if_nothing_had_happened(name: str, tmp_path: Path):
     method = FAST[name]
-    if isinstance(method, QaLora) and method.dropout:
-        pytest.skip("dropout draws other numbers the second time")
     model = quantized()
     attach(model, method)
     train(model, method, 3)

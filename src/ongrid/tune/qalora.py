@@ -34,7 +34,13 @@ from ongrid.tune.method import AbstractMethod, check_positive
 
 @dataclass(frozen=True)
 class QaLora(AbstractMethod):
-    """An adapter of `rank` on the zeros of every matrix; with `scales`, scales train as well."""
+    """An adapter of `rank` on the zeros of every matrix; with `scales`, scales train as well.
+
+    A zero that is a code moves by whole steps or not at all, which is coarse at 2 and 3 bits: at
+    3 bits and groups of 64, 24 optimizer steps at lr 1e-3 moved none of them, and at lr 5e-3 moved
+    6 % and made the model worse (SmolLM2-135M from GPTQ, 1,024 tokens a step). Stored shifts move
+    smoothly: from plain rounding, the same steps at lr 5e-3 lowered KL from 2.08 to 1.30.
+    """
 
     rank: int = 16
     alpha: float = 32.0
