@@ -53,11 +53,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for depth in DEPTHS:
             folder = f"{scratch}/depth-{depth}"
-            _measured("random_model", {"folder": folder, "depth": depth})
-            case = {"source": folder, "recipe": "int4_g64", "algorithm": "gptq"}
+            made = _measured("random_model", {"folder": folder, "depth": depth})
             for _ in range(RUNS_OF_DEPTH):
-                found = _measured("quantize", {**case, "rows": 16, "batch": 2})
-                results["depth"].append({"depth": depth, **found})
+                found = _measured("peak", {"source": folder, "rows": 16, "batch": 2})
+                results["depth"].append({"depth": depth, **made, **found})
             shutil.rmtree(folder)
     return _report(results, options.out)
 
@@ -76,24 +75,20 @@ def _measured(worker: str, arguments: dict[str, Any]) -> dict[str, Any]:
     raise SystemExit(f"{worker} {arguments} failed:\n{done.stderr[-4000:]}")
 
 
-def quantize(source: str, recipe: str, algorithm: str, rows: int, batch: int = 8) -> dict[str, Any]:
+def peak(source: str, rows: int, batch: int) -> dict[str, Any]:
+    """Peak memory of one GPTQ run from disk to an artifact."""
+    return _quantized(source, "int4_g64", "gptq", _batches(source, rows, batch))
+
+
+def quantize(source: str, recipe: str, algorithm: str, rows: int) -> dict[str, Any]:
     """One run from disk to an artifact, then plain forwards of the same batches for comparison."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    import ongrid
-
-    logging.disable_progress_bar()
-    ids = _ids(source, rows)
-    batches = [{"input_ids": part} for part in ids.split(batch)]
+    batches = _batches(source, rows, 8)
     executed = _count_executions()
-    rss_before = _peak_rss_mb()
-    with tempfile.TemporaryDirectory() as out:
-        seconds, cpu = time.perf_counter(), time.process_time()
-        ongrid.quantize(source, recipe, batches, algorithm=algorithm, out=f"{out}/artifact")
-        seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
-    rss = _peak_rss_mb()
+    spent = _quantized(source, recipe, algorithm, batches)
+    seconds, cpu = spent["seconds"], spent["cpu_seconds"]
     executions = sum(executed.values())
     plain = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
     layers = plain.config.num_hidden_layers
@@ -101,24 +96,41 @@ def quantize(source: str, recipe: str, algorithm: str, rows: int, batch: int = 8
     with torch.inference_mode():
         for _ in range(3):
             begun, begun_cpu = time.perf_counter(), time.process_time()
-            for arguments in batches:
-                plain.model(**arguments, use_cache=False)
+            for batch in batches:
+                plain.model(**batch, use_cache=False)
             forward.append(time.perf_counter() - begun)
             forward_cpu.append(time.process_time() - begun_cpu)
-    layer = sum(p.numel() * p.element_size() for p in plain.model.layers[0].parameters())
     return {
         "algorithm": algorithm,
         "recipe": recipe,
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "peak_rss_mb": rss,
-        "rss_mb_before": rss_before,
+        **spent,
         "executions_per_layer_and_row": executions / layers / rows,
         "forward_seconds": min(forward),
         "forward_cpu_seconds": min(forward_cpu),
         "multiple_of_forward": seconds / min(forward),
         "cpu_multiple_of_forward": cpu / min(forward_cpu),
-        "layer_bytes": layer,
+    }
+
+
+def _quantized(
+    source: str, recipe: str, algorithm: str, batches: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What one run from disk to an artifact takes."""
+    from transformers.utils import logging
+
+    import ongrid
+
+    logging.disable_progress_bar()
+    rss_before = _peak_rss_mb()
+    with tempfile.TemporaryDirectory() as out:
+        seconds, cpu = time.perf_counter(), time.process_time()
+        ongrid.quantize(source, recipe, batches, algorithm=algorithm, out=f"{out}/artifact")
+        seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_rss_mb": _peak_rss_mb(),
+        "rss_mb_before": rss_before,
     }
 
 
@@ -139,10 +151,15 @@ def random_model(folder: str, depth: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder, max_shard_size="50MB")
-    return {}
+    layer = model.model.layers[0]
+    return {"layer_bytes": sum(p.numel() * p.element_size() for p in layer.parameters())}
 
 
-_WORKERS = {"quantize": quantize, "random_model": random_model}
+_WORKERS = {"quantize": quantize, "peak": peak, "random_model": random_model}
+
+
+def _batches(source: str, rows: int, size: int) -> list[dict[str, Any]]:
+    return [{"input_ids": part} for part in _ids(source, rows).split(size)]
 
 
 def _ids(source: str, rows: int) -> Any:

@@ -1,10 +1,12 @@
 """The door to job B: an artifact becomes a model that trains, and an artifact again.
 
-model = ongrid.load("smollm2-int4")
-ongrid.attach(model, ongrid.QaLora())
-optimizer = torch.optim.AdamW(ongrid.parameter_groups(model, ongrid.QaLora()))
-...                                         # any loop, any Trainer
-proof = ongrid.merge(model, "smollm2-int4-tuned")
+In between stands any loop or Trainer:
+
+    model = ongrid.load("smollm2-int4")
+    ongrid.attach(model, ongrid.QaLora())
+    optimizer = torch.optim.AdamW(ongrid.parameter_groups(model, ongrid.QaLora()))
+    ...
+    proof = ongrid.merge(model, "smollm2-int4-tuned")
 """
 
 from __future__ import annotations
@@ -77,7 +79,6 @@ def merge(
         save_state(model, folder.with_name(folder.name + UNMERGED))
     changed = _changed(begun, model.state_dict())
     proof = merge_in_place(model)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tuned = {"artifact": _content(begun), "parts": proof.codes, "changed": content_hash(changed)}
     manifest = replace(
         begun.manifest,
@@ -86,7 +87,7 @@ def merge(
     )
     artifact = Artifact.begin(folder, manifest, overwrite=overwrite)
     if not artifact.complete:
-        _write(artifact, begun, {**state, **changed}, proof.used)
+        _write(artifact, begun, model.state_dict(), proof.used)
     shown = verify(folder, fresh_process=False)
     if not shown.ok:
         raise MergeMismatch(
@@ -115,7 +116,7 @@ def _changed(begun: Artifact, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, info in stored.infos.items():
         if "_quantizer." in name or name not in state:
             continue
-        now = state[name].detach().cpu()
+        now = state[name].cpu()
         kept = now.to(info.dtype)
         if not bool((kept.to(now.dtype) == now).all()):
             problems.append(
@@ -136,11 +137,12 @@ def _write(
     artifact: Artifact, begun: Artifact, state: Mapping[str, Tensor], used: Mapping[str, str]
 ) -> None:
     """The source's segments with the model's tensors; what the model lacks travels along."""
+    stored = begun.tensors()
     for segment, record in begun.records().items():
-        tensors = {}
-        for name, old in begun.read(segment).items():
-            now = state.get(name, old)
-            tensors[name] = now.to(old.dtype).cpu()
+        tensors = {
+            name: state[name].to(info.dtype) if name in state else stored.read(name)
+            for name, info in begun.infos(segment).items()
+        }
         told: dict[str, Any] = {
             "notes": record.get("notes", {}),
             "used": {path: used[path] for path in record.get("used", {})},

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
+from laws.products import products
 from laws.table import CASES, DTYPES, GRIDS, WEIGHTS, assert_same, disturb, example, plain
 from ongrid.errors import GridError
 from ongrid.grid import Grid, QTensor
@@ -128,27 +126,6 @@ def test_scales_on_a_grid_cannot_train_with_fixed_codes(name: str):
 
 
 # What the matrix product receives
-
-
-class Products(TorchDispatchMode):
-    """Keeps the second factor of every matrix product, below autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factors: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.factors.append(args[-1].clone())
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def products() -> Iterator[list[Tensor]]:
-    with Products() as mode:
-        yield mode.factors
 
 
 @each_kind

@@ -10,7 +10,6 @@ parent that computes between its layers is refused, since replay would leave tha
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from ongrid.errors import CalibrationError, StructureError
-from ongrid.nn import Stack
+from ongrid.nn import Stack, eval_mode
 
 Drive = Callable[[nn.Module], object]
 """Runs the model over the calibration set, calling it once a batch."""
@@ -98,21 +97,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     In eval mode, without autocast, in tensors that count their changes. Afterwards each module is
     in its own mode again; modules that were put in meanwhile are in that of the whole.
     """
-    # Weak: a module that is dropped or replaced meanwhile must not keep its memory.
-    modes = weakref.WeakKeyDictionary({module: module.training for module in model.modules()})
-    mode = model.training
     kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     with ExitStack() as settings:
         settings.enter_context(torch.inference_mode(False))
         for kind in sorted(kinds | {"cpu"}):
             settings.enter_context(torch.autocast(kind, enabled=False))
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(mode)
-            for module, own in modes.items():
-                module.training = own
+        settings.enter_context(eval_mode(model))
+        yield
 
 
 @torch.no_grad()

@@ -63,15 +63,13 @@ def load_hollow(name: str | Path) -> Hollow:
     config = _config(folder)
     shards = ShardFolder(folder)
     dtype = config.dtype or _common_dtype(shards)
-    with _random_states_kept(), clean_heap(), init_empty_weights(include_buffers=False):
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except _REFUSALS as error:
-            raise StoreError(
-                f"no causal language model: {error}",
-                where=str(folder),
-                remedy="Give a decoder-only language model.",
-            ) from error
+    with (
+        _random_states_kept(),
+        clean_heap(),
+        init_empty_weights(include_buffers=False),
+        _refused(folder, "no causal language model", "Give a decoder-only language model."),
+    ):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # Outside the context, which makes a new parameter of everything it sees.
     model.eval()
     return Hollow(model, ShardSource(model, shards, _file_names(model, shards)), folder)
@@ -84,25 +82,16 @@ def load_model(name: str | Path) -> nn.Module:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder; `StoreError` where it is missing or broken."""
-    try:
+    remedy = "Lay the model's tokenizer.json and tokenizer_config.json into the folder."
+    with _refused(folder, "no tokenizer that can be read", remedy):
         return AutoTokenizer.from_pretrained(folder)
-    except _REFUSALS as error:
-        raise StoreError(
-            f"no tokenizer that can be read: {error}",
-            where=str(folder),
-            remedy="Lay the model's tokenizer.json and tokenizer_config.json into the folder.",
-        ) from error
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """The config of a model folder; `StoreError` where transformers cannot use it."""
     source_config(folder)
-    try:
+    with _refused(folder, "transformers does not know this model"):
         return AutoConfig.from_pretrained(folder)
-    except _REFUSALS as error:
-        raise StoreError(
-            f"transformers does not know this model: {error}", where=str(folder)
-        ) from error
 
 
 def local_folder(name: str | Path) -> Path:
@@ -230,6 +219,15 @@ def _check_equal(tied: list[str], shards: ShardFolder) -> None:
             where=str(shards.folder),
             remedy="Set tie_word_embeddings to false in config.json.",
         )
+
+
+@contextmanager
+def _refused(folder: Path, what: str, remedy: str = "") -> Iterator[None]:
+    """What transformers raises within the context becomes a `StoreError` of this folder."""
+    try:
+        yield
+    except _REFUSALS as error:
+        raise StoreError(f"{what}: {error}", where=str(folder), remedy=remedy) from error
 
 
 @contextmanager

@@ -13,8 +13,7 @@ then is forgotten: neither the texts nor the vocabularies ever have to fit into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ongrid.errors import CalibrationError, NonFiniteError, StructureError
+from ongrid.nn import eval_mode
 
 _CHUNK_BYTES = 32 << 20  # of fp32 logits that are turned into probabilities at once
 
@@ -85,7 +85,7 @@ def score_all(
             remedy="Give at least one window of two tokens.",
         )
     totals = {name: _Totals() for name in models}
-    with torch.inference_mode(), _eval_mode([*models.values(), *([against] if against else [])]):
+    with torch.inference_mode(), eval_mode(*models.values(), *([against] if against else [])):
         for first in range(0, rows, rows_per_forward):
             batch = windows[first : first + rows_per_forward]
             reference = None if against is None else _logits(against, batch)
@@ -159,16 +159,3 @@ def _logits(model: nn.Module, batch: Int[Tensor, "rows seqlen"]) -> Float[Tensor
     held = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
     device = next((device for device in held if device.type != "meta"), batch.device)
     return model(input_ids=batch.to(device), use_cache=False).logits
-
-
-@contextmanager
-def _eval_mode(models: list[nn.Module]) -> Iterator[None]:
-    """Every module in eval mode, and afterwards in the mode that it had."""
-    modes = {module: module.training for model in models for module in model.modules()}
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -20,6 +20,7 @@ from ongrid.nn.linear import (
     place,
     quant_linears,
 )
+from ongrid.nn.mode import eval_mode
 from ongrid.nn.stack import Stack, find_stack
 from ongrid.nn.weight import AbstractWeight, CodedWeight, LatentWeight
 
@@ -37,6 +38,7 @@ __all__ = [
     "QuantizerSpec",
     "Stack",
     "bypassed",
+    "eval_mode",
     "find_linears",
     "find_others",
     "find_stack",

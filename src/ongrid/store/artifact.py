@@ -31,6 +31,7 @@ from ongrid.store.shards import (
     INDEX_FILE,
     ShardFile,
     ShardFolder,
+    TensorInfo,
     content_hash,
     remove_partials,
     write_bytes,
@@ -114,6 +115,10 @@ class Artifact:
     def read(self, segment: str) -> dict[str, Tensor]:
         """The tensors of a segment that is done."""
         return _tensors(self._file(segment))
+
+    def infos(self, segment: str) -> Mapping[str, TensorInfo]:
+        """What tensors a segment that is done holds, from its header alone."""
+        return ShardFile(self._file(segment)).infos
 
     def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the inputs of a layer for a later run."""

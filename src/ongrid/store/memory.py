@@ -32,7 +32,7 @@ _USUAL = {_MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 64 * _MIB}
 def steady_heap() -> Iterator[None]:
     """Within the context freed memory stays with the process; then it is given back."""
     try:
-        with _thresholds({_MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 2**31 - 1}):
+        with _thresholds({**_USUAL, _TRIM_THRESHOLD: 2**31 - 1}):
             yield
     finally:
         _give_back()

@@ -9,9 +9,7 @@ digit may hide below the rounding to a narrower compute dtype.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ongrid.errors import MergeMismatch, OngridError, StructureError, raise_all
+from ongrid.errors import MergeMismatch, OngridError, raise_all
 from ongrid.grid import QTensor
-from ongrid.nn import CodedWeight, QuantLinear, quant_linears
-from ongrid.store.shards import tensor_hash
+from ongrid.nn import CodedWeight, QuantLinear, eval_mode
+from ongrid.store.shards import content_hash, tensor_hash
+from ongrid.tune.method import quantized
 
 
 @dataclass(frozen=True)
@@ -50,21 +49,20 @@ def merge(model: nn.Module) -> MergeProof:
     Raises `StructureError` where nothing is quantized, and `MergeMismatch` for every matrix that
     differs; the model is then as it was.
     """
-    linears = quant_linears(model)
-    if not linears:
-        raise StructureError("nothing in this model is quantized", remedy="Load an artifact.")
-    merged: dict[str, QTensor] = {}
+    linears = quantized(model)
+    merged: dict[str, CodedWeight] = {}
     used: dict[str, str] = {}
     problems: list[OngridError] = []
-    with _evaluating(model):
+    with eval_mode(model):
         for path, linear in linears.items():
             weight = linear.weight_quantizer
             seen = _run(linear)
             tensors = weight.freeze().tensors()
-            merged[path] = QTensor.from_tensors(weight.grid, weight.shape, tensors)
-            stored = merged[path].dequantize(weight.dtype)
-            used[path] = tensor_hash(stored.cpu())
-            wrong = _wrong(seen, merged[path], stored)
+            q = QTensor.from_tensors(weight.grid, weight.shape, tensors)
+            stored = q.dequantize(weight.dtype)
+            used[path] = tensor_hash(stored)
+            merged[path] = CodedWeight(q, weight.dtype)
+            wrong = _wrong(seen, q, stored)
             if wrong:
                 problems.append(
                     MergeMismatch(
@@ -75,13 +73,15 @@ def merge(model: nn.Module) -> MergeProof:
                     )
                 )
     raise_all(problems)
-    for path, q in merged.items():
-        linears[path].weight_quantizer = CodedWeight(q, linears[path].weight_quantizer.dtype)
+    parts: dict[str, Tensor] = {}
+    for path, weight in merged.items():
+        linears[path].weight_quantizer = weight
+        parts |= weight.state_dict(prefix=f"{path}.")
     return MergeProof(
         matrices=len(merged),
-        elements=sum(q.codes.numel() for q in merged.values()),
+        elements=sum(math.prod(weight.shape) for weight in merged.values()),
         differing=0,
-        codes=_hash(merged),
+        codes=content_hash(parts),
         used=used,
     )
 
@@ -158,24 +158,3 @@ def _differing(used: Tensor | None, stored: Tensor | None) -> int:
     a, b = used.to(wide).contiguous(), stored.to(wide).contiguous()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return int((a.view(kind) != b.view(kind)).sum())
-
-
-def _hash(merged: dict[str, QTensor]) -> str:
-    hashes = {
-        f"{path}.{name}": tensor_hash(tensor.cpu())
-        for path, q in merged.items()
-        for name, tensor in q.tensors().items()
-    }
-    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and the like are off; each module's own mode comes back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -29,7 +29,7 @@ class AbstractMethod(ABC):
 
     @abstractmethod
     def attach(self, weight: CodedWeight, generator: Generator) -> AbstractWeight:
-        """A weight with the same codes whose trained parameters require gradients.
+        """A weight with the same codes, whose parameters are what trains.
 
         Law: as long as nothing has trained it computes, bit for bit, what `weight` does. Raises
         `GridError` for a grid on which the method cannot train. Random numbers come from
@@ -58,8 +58,7 @@ class Peqa(AbstractMethod):
 
     def attach(self, weight: CodedWeight, generator: Generator) -> AbstractWeight:
         train = ("scale", "zero") if self.zeros else ("scale",)
-        tuned = CodedWeight(weight.freeze(), weight.dtype, train=train)
-        return tuned.requires_grad_()
+        return CodedWeight(weight.freeze(), weight.dtype, train=train)
 
 
 def attach(model: nn.Module, method: AbstractMethod, *, seed: int = 0) -> None:
@@ -70,15 +69,8 @@ def attach(model: nn.Module, method: AbstractMethod, *, seed: int = 0) -> None:
     quantized or a matrix is being trained already, and `GridError` for grids that the method cannot
     train, all of them together, before anything is changed.
     """
-    linears = quant_linears(model)
+    linears = quantized(model)
     problems: list[OngridError] = []
-    if not linears:
-        problems.append(
-            StructureError(
-                "nothing in this model is quantized",
-                remedy="Load an artifact that `ongrid quantize` wrote.",
-            )
-        )
     generator, tuned = Generator().manual_seed(seed), dict[str, AbstractWeight]()
     for path, linear in linears.items():
         try:
@@ -89,6 +81,17 @@ def attach(model: nn.Module, method: AbstractMethod, *, seed: int = 0) -> None:
     model.requires_grad_(False)
     for path, weight in tuned.items():
         linears[path].weight_quantizer = weight.requires_grad_()
+
+
+def quantized(model: nn.Module) -> dict[str, QuantLinear]:
+    """The quantized linears of a model, by path; `StructureError` where there are none."""
+    linears = quant_linears(model)
+    if not linears:
+        raise StructureError(
+            "nothing in this model is quantized",
+            remedy="Load an artifact that `ongrid quantize` wrote.",
+        )
+    return linears
 
 
 def _fixed(linear: QuantLinear) -> CodedWeight:

@@ -67,7 +67,7 @@ class QaLora(AbstractMethod):
         with torch.no_grad():
             a = torch.randn(shifted.a.shape, generator=generator)
             shifted.a.copy_(a)
-        return shifted.requires_grad_()
+        return shifted
 
 
 class ShiftedWeight(CodedWeight):

@@ -6,7 +6,6 @@ they belong to, so that several adapters can live on one. The file names the cod
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from ongrid.errors import OngridError, StoreError, raise_all
 from ongrid.nn import CodedWeight, quant_linears
-from ongrid.store.shards import ShardFile, tensor_hash, write_shard
+from ongrid.store.shards import ShardFile, content_hash, write_shard
 from ongrid.tune.method import trained
 
 _KEY = "ongrid_state"
@@ -75,9 +74,10 @@ def load_state(model: nn.Module, file: str | Path) -> None:
 
 def _codes(model: nn.Module) -> str:
     """A hash of the packed codes of every matrix."""
-    hashes = {
-        path: tensor_hash(linear.weight_quantizer.get_buffer("codes").cpu())
-        for path, linear in quant_linears(model).items()
-        if isinstance(linear.weight_quantizer, CodedWeight)
-    }
-    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    return content_hash(
+        {
+            path: linear.weight_quantizer.get_buffer("codes")
+            for path, linear in quant_linears(model).items()
+            if isinstance(linear.weight_quantizer, CodedWeight)
+        }
+    )
