@@ -83,7 +83,7 @@ def merge(
     manifest = replace(
         begun.manifest,
         fingerprint={**begun.manifest.fingerprint, "tuned": tuned},
-        changed=sorted(changed),
+        changed=sorted({*begun.manifest.changed, *changed}),
     )
     artifact = Artifact.begin(folder, manifest, overwrite=overwrite)
     if not artifact.complete:

@@ -240,6 +240,7 @@ def test_a_head_is_calibrated_on_what_it_is_fed(tied: bool, propagate: str, tmp_
 
 def gptq_alone(w: Tensor, inputs: list[Tensor]) -> QTensor:
     from ongrid.calibrate.capture import Call, Capture
+    from ongrid.calibrate.chain import Chain
     from ongrid.calibrate.replay import Replay
     from ongrid.nn import QuantizerSpec, find_linears, freeze, insert
 
@@ -256,7 +257,9 @@ def gptq_alone(w: Tensor, inputs: list[Tensor]) -> QTensor:
     spec = QuantizerSpec(Grid.parse("int4.16.sym.fp16"))
     insert(layer, {"proj.weight_quantizer": spec}, find_linears(layer))
     calls = [[Call((), {}, True) for _ in inputs]]
-    replay = Replay(Capture([x[None] for x in inputs], calls, [None] * len(inputs)), "quantized")
+    replay = Replay(
+        Capture(Chain([x[None] for x in inputs]), calls, [None] * len(inputs)), "quantized"
+    )
     parse_algorithm("gptq").run(layer, replay)
     return freeze(layer)["proj"]
 

@@ -13,6 +13,7 @@ import ongrid
 import toy
 from ongrid.calibrate import gptq as module
 from ongrid.calibrate.capture import Call, Capture
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.gptq import Gptq, SecondMoment, factorise, sweep
 from ongrid.calibrate.replay import Replay
 from ongrid.errors import ConfigError, NonFiniteError
@@ -62,7 +63,7 @@ def run(
         f"{path}.weight_quantizer": QuantizerSpec(Grid.parse(grid)) for path in find_linears(layer)
     }
     insert(layer, specs, find_linears(layer))
-    replay = Replay(Capture([x[None]], [[Call((), {}, True)]], [None]), "quantized")
+    replay = Replay(Capture(Chain([x[None]]), [[Call((), {}, True)]], [None]), "quantized")
     notes = (algorithm or Gptq()).run(layer, replay)
     return list(freeze(layer).values()), notes
 

@@ -13,6 +13,7 @@ import ongrid
 import toy
 from ongrid.calibrate.algorithm import parse_algorithm
 from ongrid.calibrate.capture import Call, Capture
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.ranges import calibrate_activations
 from ongrid.calibrate.replay import Replay
 from ongrid.errors import CalibrationError, ConfigError, GridError
@@ -204,7 +205,9 @@ def test_ranges_include_zero():
     }
     insert(layer, specs, find_linears(layer))
     x = torch.rand(1, 6, 16) + 3
-    calibrate_activations(layer, Replay(Capture([x], [[Call((), {}, True)]], [None]), "float"))
+    calibrate_activations(
+        layer, Replay(Capture(Chain([x]), [[Call((), {}, True)]], [None]), "float")
+    )
     quantizer = layer.proj.input_quantizer
     assert torch.equal(quantizer.scale, (x.max() / 255).reshape(1, 1))
     assert int(quantizer.zero) == 0
@@ -236,7 +239,7 @@ def test_a_range_must_be_finite_in_the_dtype_of_its_own_linear(narrow: str):
     insert(layer, specs, find_linears(layer))
     x = torch.zeros(1, 3, 16)
     x[0, 0, 0] = 65500
-    replay = Replay(Capture([x], [[Call((), {}, True)]], [None]), "float")
+    replay = Replay(Capture(Chain([x]), [[Call((), {}, True)]], [None]), "float")
     if narrow == "proj":
         with pytest.raises(
             GridError, match=r"^proj\.input_quantizer: .*not finite in torch\.float16"
@@ -258,7 +261,9 @@ def test_a_quantizer_that_no_token_reaches_is_an_error():
         }.items()
     }
     insert(layer, specs, find_linears(layer))
-    replay = Replay(Capture([torch.randn(1, 6, 16)], [[Call((), {}, True)]], [None]), "float")
+    replay = Replay(
+        Capture(Chain([torch.randn(1, 6, 16)]), [[Call((), {}, True)]], [None]), "float"
+    )
     with pytest.raises(CalibrationError, match=r"^spare\.input_quantizer: no calibration token"):
         ongrid.Max().run(layer, replay)
 

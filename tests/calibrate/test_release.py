@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import toy
 from ongrid.calibrate.capture import Call, Capture, capture
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.data import read_calls, run_all
 from ongrid.calibrate.replay import AbstractReduction, Replay
 from ongrid.errors import StructureError
@@ -31,7 +32,7 @@ def replay_of(batches: int) -> tuple[Replay, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(1, 3, 4, generator=generator) for _ in range(batches)]
     calls = [[Call((), {}, True) for _ in hidden]]
-    return Replay(Capture(list(hidden), calls, [None] * batches), "float"), hidden
+    return Replay(Capture(Chain(hidden), calls, [None] * batches), "float"), hidden
 
 
 class Overwriting(nn.Module):
@@ -95,7 +96,7 @@ def test_a_module_with_two_inputs_is_refused():
 class Watching(nn.Module):
     """Counts, whenever it runs, which of the tensors that it knows are alive."""
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.known = [weakref.ref(tensor) for tensor in known]
         self.alive: list[int] = []
@@ -108,7 +109,7 @@ class Watching(nn.Module):
 @pytest.mark.parametrize("resumed", [True, False])
 def test_an_input_goes_as_soon_as_it_is_replaced(resumed: bool):
     replay, hidden = replay_of(4)
-    kept = [h.clone() for h in hidden] if resumed else None
+    kept = {str(i): h.clone() for i, h in enumerate(hidden)} if resumed else None
     replay.enter(0, kept)
     layer = Watching(replay.hidden)
     replay.propagate = "quantized"

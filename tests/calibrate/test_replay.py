@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ongrid
 import toy
 from ongrid.calibrate.capture import Call, Capture, capture
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.data import read_calls, run_all
 from ongrid.calibrate.gptq import SecondMoment
 from ongrid.calibrate.ranges import Range
@@ -114,7 +115,7 @@ def test_flattened_inputs_know_their_padding():
     x = torch.randn(2, 5, 8)
     keep = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
     layer = Flat()
-    replay = Replay(Capture([x], [[Call((), {}, True)]], [keep]), "float")
+    replay = Replay(Capture(Chain([x]), [[Call((), {}, True)]], [keep]), "float")
     seen = replay.observe(layer, ["proj"], SecondMoment, activations=True)["proj"]
     real = torch.cat([x[0], x[1, :2]]).double()
     assert seen.tokens == 7
@@ -135,7 +136,7 @@ class Pooled(nn.Module):
 
 def test_padding_that_cannot_be_told_apart_is_refused():
     x, keep = torch.randn(2, 5, 8), torch.tensor([[True] * 5, [True] * 4 + [False]])
-    replay = Replay(Capture([x], [[Call((), {}, True)]], [keep]), "float")
+    replay = Replay(Capture(Chain([x]), [[Call((), {}, True)]], [keep]), "float")
     with pytest.raises(StructureError, match=r"(?s)padding cannot be told apart.*equal length"):
         replay.observe(Pooled(), ["proj"], SecondMoment, activations=True)
 
@@ -212,7 +213,7 @@ def fickle_replay(batches: int) -> tuple[Replay, list[Tensor]]:
     hidden = [torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(9)]
     hidden = hidden[:batches]
     calls = [[Call((), {}, True) for _ in hidden]]
-    return Replay(Capture(list(hidden), calls, [None] * batches), "float"), hidden
+    return Replay(Capture(Chain(hidden), calls, [None] * batches), "float"), hidden
 
 
 def test_a_module_that_is_fed_another_tensor_later_splits_off():
@@ -300,11 +301,11 @@ def test_non_finite_inputs_are_refused_but_not_in_padding(bad: float):
     x[1, 2, 0] = bad
     keep = torch.tensor([[True] * 3, [True, True, False]])
     call = [[Call((), {}, True)]]
-    padded = Replay(Capture([x], call, [keep]), "float")
+    padded = Replay(Capture(Chain([x]), call, [keep]), "float")
     seen = padded.observe(Direct(), ["proj"], SecondMoment, activations=True)["proj"]
     assert seen.tokens == 5 and bool(torch.isfinite(seen.sum).all())
     with pytest.raises(NonFiniteError, match=r"^proj: 1 of 24 inputs are ") as caught:
-        Replay(Capture([x], call, [None]), "float").observe(
+        Replay(Capture(Chain([x]), call, [None]), "float").observe(
             Direct(), ["proj"], SecondMoment, activations=True
         )
     assert caught.value.remedy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -20,12 +20,14 @@ Notes = dict[str, dict[str, Any]]
 class AbstractAlgorithm(ABC):
     """Settings (a frozen dataclass) with one method, `run`.
 
-    Laws: output goes only into the weights and quantizers of `layer`; the same replay gives the
-    same result; in the algorithm's own objective it is never worse than plain rounding on the
-    calibration statistics; the plan is respected.
+    Laws: output goes only into the weights and quantizers of `layer`, and into what `also_trains`
+    names; the same replay gives the same result; in the algorithm's own objective it is never worse
+    than plain rounding on the calibration statistics; the plan is respected.
     """
 
     propagate: Propagation
+    needs_targets: ClassVar[bool] = False
+    """Whether it trains towards what the float model computes, which then goes along."""
 
     @abstractmethod
     def needs_inputs(self, specs: Mapping[str, QuantizerSpec]) -> bool:
@@ -37,6 +39,10 @@ class AbstractAlgorithm(ABC):
 
         Weights are `LatentWeight`s that hold plain rounding; one that is left alone stays that.
         """
+
+    def also_trains(self, layer: nn.Module) -> list[str]:
+        """Names of float parameters of a layer that `run` may change too."""
+        return []
 
     def check(self, specs: Mapping[str, QuantizerSpec]) -> list[CalibrationError]:
         """What this algorithm cannot do with these quantizers, before any layer is touched."""

@@ -19,8 +19,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from ongrid.calibrate.chain import Chain
 from ongrid.errors import CalibrationError, StructureError
 from ongrid.nn import Stack, eval_mode
+from ongrid.store.shards import tensor_hash
 
 Drive = Callable[[nn.Module], object]
 """Runs the model over the calibration set, calling it once a batch."""
@@ -68,7 +70,7 @@ class Call:
 class Capture:
     """What enters the first layer and how every layer is called, batch by batch."""
 
-    hidden: list[Tensor] = field(default_factory=list)
+    hidden: Chain = field(default_factory=Chain)
     calls: list[list[Any]] = field(default_factory=list)
     """`calls[layer][batch]`; what layers share of a batch is one object."""
     keep: list[Bool[Tensor, "rows tokens"] | None] = field(default_factory=list)
@@ -85,8 +87,8 @@ class Capture:
     def tokens(self) -> int:
         """Calibration tokens, padding not counted."""
         return sum(
-            h.shape[0] * h.shape[1] if keep is None else int(keep.sum())
-            for h, keep in zip(self.hidden, self.keep, strict=True)
+            shape[0] * shape[1] if keep is None else int(keep.sum())
+            for shape, keep in zip(self.hidden.shapes(), self.keep, strict=True)
         )
 
 
@@ -107,14 +109,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def capture(model: nn.Module, stack: Stack, drive: Drive) -> Capture:
+def capture(model: nn.Module, stack: Stack, drive: Drive, hidden: Chain | None = None) -> Capture:
     """Records every batch that `drive` runs; nothing of the model is changed afterwards.
 
-    Raises `StructureError` where the layers are not a plain chain, where a layer is called out of
-    turn, or where an argument is of a kind that cannot be kept for replay; `CalibrationError` where
-    `drive` never reached the layers.
+    `hidden` is the empty chain that takes what enters the first layer. Raises `StructureError`
+    where the layers are not a plain chain, where a layer is called out of turn, or where an
+    argument is of a kind that cannot be kept for replay; `CalibrationError` where `drive` never
+    reached the layers.
     """
-    recorder = _Recorder(stack, model)
+    recorder = _Recorder(stack, model, Chain() if hidden is None else hidden)
     with recorder.installed():
         drive(model)
     found = recorder.capture
@@ -129,12 +132,13 @@ def capture(model: nn.Module, stack: Stack, drive: Drive) -> Capture:
 
 
 class _Recorder:
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
+    def __init__(self, stack: Stack, model: nn.Module, hidden: Chain) -> None:
         self.stack = stack
         self.model = model
         self.layers = stack.layers(model)
         self.signature = inspect.signature(model.forward)
-        self.capture = Capture(calls=[[] for _ in self.layers])
+        self.capture = Capture(hidden, [[] for _ in self.layers])
+        self._once = _Once()
         self._calls: list[Call] = []
         self._first: Tensor | None = None
         self._handed: object = None
@@ -180,8 +184,9 @@ class _Recorder:
         assert self._first is not None
         self.capture.hidden.append(self._first)
         self.capture.keep.append(keep)
+        self._once.forget_objects()
         for calls, call in zip(self.capture.calls, self._calls, strict=True):
-            calls.append(call)
+            calls.append(Call(self._once.of(call.args), self._once.of(call.kwargs), call.in_args))
 
     @property
     def _alone(self) -> bool:
@@ -256,6 +261,36 @@ class _Recorder:
             )
         keep = mask.bool()
         return None if bool(keep.all()) else keep
+
+
+class _Once:
+    """Keeps equal tensors once: batches of one shape have the same rotary tables and masks, which
+    one by one would outgrow the hidden states.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[object, Tensor] = {}
+        self._known: dict[int, Any] = {}
+
+    def forget_objects(self) -> None:
+        """Between batches, when an object's id may come to stand for another object."""
+        self._known.clear()
+
+    def of(self, value: Any) -> Any:
+        """The value with each tensor in it replaced by the equal one that came first."""
+        if isinstance(value, dict | tuple | list | Tensor) and id(value) not in self._known:
+            self._known[id(value)] = self._first_of(value)
+        return self._known.get(id(value), value)
+
+    def _first_of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            key = (tensor_hash(value), value.stride(), value.device)
+            return self._kept.setdefault(key, value)
+        if type(value) is dict:
+            return {key: self.of(entry) for key, entry in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.of(entry) for entry in value)
+        return value
 
 
 def _bind(function: Callable[..., Any], first: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ongrid.calibrate.capture import Capture
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.data import ModelCall
 from ongrid.errors import NonFiniteError, StructureError
 from ongrid.nn import ActivationQuantizer, QuantLinear, bypassed, held, quant_linears
@@ -45,7 +46,8 @@ R = TypeVar("R", bound=AbstractReduction)
 class Replay:
     """The batches that enter the layer at hand, and the way it is called for each of them.
 
-    `forwards` counts layer executions over all batches, for the record.
+    With `exact` a second chain goes along, on which every layer was and stays float: what an
+    algorithm trains towards. `forwards` counts layer executions over all batches, for the record.
     """
 
     def __init__(
@@ -53,36 +55,81 @@ class Replay:
         found: Capture,
         propagate: Propagation,
         report: Reported = lambda done, total: None,
+        *,
+        exact: bool = False,
     ) -> None:
         self.found = found
         self.propagate = propagate
         self.index = 0
         self.forwards = 0
         self._report = report
-        self._float_outputs: list[Tensor] = []
+        self._float_outputs: Chain | None = None
+        self._exact = found.hidden.fresh(found.hidden) if exact else None
+        self._exact_is_ahead = False
 
     @property
-    def hidden(self) -> list[Float[Tensor, "rows tokens features"]]:
+    def hidden(self) -> Chain:
         """The inputs of the layer at hand, batch by batch."""
         return self.found.hidden
 
-    def enter(self, index: int, hidden: list[Tensor] | None = None) -> None:
-        """Moves on to a layer; `hidden` replaces its inputs, when a run is taken up again."""
+    def enter(self, index: int, kept: Mapping[str, Tensor] | None = None) -> None:
+        """Moves on to a layer; `kept` replaces its inputs, when a run is taken up again."""
         self.index = index
-        self._float_outputs = []
+        self._float_outputs = None
+        self._exact_is_ahead = False
         for done in self.found.calls[:index]:
             done.clear()  # masks and tables that no later layer shares go
-        if hidden is not None:
-            now = zip(hidden, self.found.hidden, strict=True)
-            self.found.hidden[:] = [kept.to(here.device) for kept, here in now]
+        if kept is not None:
+            for chain, head in self._chains():
+                for batch in range(len(chain)):
+                    device = chain[batch].device
+                    chain[batch] = kept[f"{head}{batch}"].to(device)
+
+    def inputs(self) -> Mapping[str, Tensor]:
+        """What `enter` takes: the inputs of the layer at hand by name, each read when asked for."""
+        return _Named(self._chains())
+
+    def _chains(self) -> list[tuple[Chain, str]]:
+        return [(self.hidden, ""), *([] if self._exact is None else [(self._exact, "exact.")])]
 
     def tail(self, calls: Sequence[ModelCall], emit: list[Any]) -> None:
         """Moves on to what lies outside the layers: the model itself takes a layer's place.
 
-        Its last layer is expected to hand out what `emit` holds, whatever it is called with.
+        Its last layer is expected to hand out what `emit` holds, whatever it is called with. There
+        are no targets any more: what the model itself returns is no hidden state.
         """
         self.found.calls = [[_TailCall(call, emit, self.found.handed_on) for call in calls]]
+        self._exact = None
         self.enter(0)
+
+    @torch.no_grad()
+    def targets(self, layer: nn.Module) -> Chain | None:
+        """What the float layer puts out on the float chain; None outside the layers.
+
+        To be asked for before anything of the layer is changed. Costs one execution per batch.
+        """
+        if self._exact is not None and not self._exact_is_ahead:
+            with bypassed(layer, activations=True):
+                for batch, hidden in self._progress(self._exact):
+                    self._exact[batch] = self.run(layer, batch, hidden)
+            self._exact_is_ahead = True
+        return self._exact
+
+    def run(self, layer: nn.Module, batch: int, hidden: Tensor | None = None) -> Tensor:
+        """The layer's output for a batch, or for another hidden state in that batch's place.
+
+        Gradients flow where they are enabled.
+        """
+        hidden = self.hidden[batch] if hidden is None else hidden
+        self.forwards += 1
+        version = hidden._version
+        out = self.found.calls[self.index][batch].run(layer, hidden)
+        if hidden._version != version:
+            raise StructureError(
+                "the layer overwrites its input",
+                remedy="It is run more than once on the same input: let it compute out of place.",
+            )
+        return out
 
     @torch.no_grad()
     def observe(
@@ -108,26 +155,30 @@ class Replay:
         if live:
             self.settle(layer)
         shared: _Sharing[R] = _Sharing(layer, paths, make)
-        outputs = []
+        # Where quantization is off, the outputs are the next layer's inputs, without another run.
         float_run = self.propagate == "float" and not live
+        outputs = self.hidden.fresh()
         with shared.watching(), bypassed(layer, activations=not activations):
-            for batch, hidden in self._progress():
-                outputs.append(self._run(layer, batch, hidden))
+            for batch, hidden in self._progress(self.hidden):
+                out = self.run(layer, batch, hidden)
                 shared.reduce(self.found.keep[batch], hidden.shape[:2])
-                if not float_run:
-                    outputs.clear()
+                if float_run:
+                    outputs.append(out)
+                del out
         if float_run:
-            # Quantization was off: these are the next layer's inputs, without another execution.
             self._float_outputs = outputs
         return shared.reductions()
 
     @torch.no_grad()
     def settle(self, layer: nn.Module) -> None:
-        """Before the float weights go: makes sure that float propagation has outputs to hand on."""
-        if self.propagate == "float" and not self._float_outputs:
+        """Before the float weights go: makes sure that what float layers put out is there."""
+        self.targets(layer)
+        if self.propagate == "float" and self._float_outputs is None:
+            outputs = self.hidden.fresh()
             with bypassed(layer, activations=True):
-                for batch, hidden in self._progress():
-                    self._float_outputs.append(self._run(layer, batch, hidden))
+                for batch, hidden in self._progress(self.hidden):
+                    outputs.append(self.run(layer, batch, hidden))
+            self._float_outputs = outputs
 
     @torch.no_grad()
     def advance(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -136,30 +187,37 @@ class Replay:
         Returns the weight matrix that each linear used meanwhile, by path.
         """
         if self.propagate == "float":
-            self.found.hidden[:], self._float_outputs = self._float_outputs, []
+            assert self._float_outputs is not None
+            self.found.hidden, self._float_outputs = self._float_outputs, None
             return {path: linear.weight for path, linear in quant_linears(layer).items()}
         with held(layer) as used:
-            for batch, hidden in self._progress():
-                self.found.hidden[batch] = self._run(layer, batch, hidden)
+            for batch, hidden in self._progress(self.hidden):
+                self.hidden[batch] = self.run(layer, batch, hidden)
         return used
 
-    def _run(self, layer: nn.Module, batch: int, hidden: Tensor) -> Tensor:
-        self.forwards += 1
-        version = hidden._version
-        out = self.found.calls[self.index][batch].run(layer, hidden)
-        if hidden._version != version:
-            raise StructureError(
-                "the layer overwrites its input",
-                remedy="It is run more than once on the same input: let it compute out of place.",
-            )
-        return out
-
-    def _progress(self) -> Iterator[tuple[int, Tensor]]:
+    def _progress(self, chain: Chain) -> Iterator[tuple[int, Tensor]]:
         """Every batch; one that is replaced meanwhile is not kept alive."""
-        total = len(self.hidden)
+        total = len(chain)
         for batch in range(total):
-            yield batch, self.hidden[batch]
+            yield batch, chain[batch]
             self._report(batch + 1, total)
+
+
+class _Named(Mapping[str, Tensor]):
+    """The batches of chains by name; one is in memory at a time."""
+
+    def __init__(self, chains: list[tuple[Chain, str]]) -> None:
+        self._at = {f"{h}{i}": (chain, i) for chain, h in chains for i in range(len(chain))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        chain, batch = self._at[name]
+        return chain[batch].contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
 
 
 @dataclass

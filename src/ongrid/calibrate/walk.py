@@ -9,7 +9,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ongrid.calibrate.algorithm import AbstractAlgorithm, Notes
 from ongrid.calibrate.capture import Capture, capture, evaluating
+from ongrid.calibrate.chain import Chain
 from ongrid.calibrate.data import ModelCall, run_all
 from ongrid.calibrate.replay import Replay
 from ongrid.errors import OngridError, ResumeError, VerifyError
@@ -29,6 +30,9 @@ from ongrid.store.artifact import REST, Artifact, layer_segment
 from ongrid.store.memory import steady_heap
 from ongrid.store.paging import AbstractSource
 from ongrid.store.shards import tensor_hash
+
+_HIDDEN_BYTES = 64 * 2**20
+"""Hidden states that stay in memory; what exceeds them lies in a file."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,9 @@ class _Walk:
             self._put_back(start)
         last = self._last_layer_with_need()
         found = self._captured(kept) if last >= start else Capture()
-        self.replay = Replay(found, self.algorithm.propagate, self._report)
+        exact = self.algorithm.needs_targets
+        self.replay = Replay(found, self.algorithm.propagate, self._report, exact=exact)
         self.replay.enter(start, kept)
-        del kept  # the replay lets go of each as soon as it is replaced
         for index in range(start, self.layers):
             self.index = index
             notes |= self._layer(feeds_on=self.index < last)
@@ -109,15 +113,19 @@ class _Walk:
             notes |= self._rest()
         return notes
 
-    def _captured(self, kept: list[Tensor] | None) -> Capture:
+    def _captured(self, kept: Mapping[str, Tensor] | None) -> Capture:
+        # What trains reads each batch once a step, which costs nothing beside the step.
+        budget = 0 if self.algorithm.needs_targets else _HIDDEN_BYTES
+        scratch = None if self.artifact is None else self.artifact.scratch()
+        chain = Chain(budget=budget, folder=scratch)
         with self.source.on_demand(self.plan.stack.path):
-            found = capture(self.model, self.plan.stack, run_all(self.calls))
+            found = capture(self.model, self.plan.stack, run_all(self.calls), chain)
         self._check_kept(found, kept)
         return found
 
     # ---- resuming --------------------------------------------------------------------------------
 
-    def _resume_point(self) -> tuple[int, list[Tensor] | None]:
+    def _resume_point(self) -> tuple[int, Mapping[str, Tensor] | None]:
         """The first layer to be done, and its inputs if they are needed and were kept."""
         if self.artifact is None:
             return 0, None
@@ -131,16 +139,19 @@ class _Walk:
         for index in range(done, 0, -1):
             kept = self.artifact.inputs(index)
             if kept is not None:
-                return index, [kept[str(i)] for i in range(len(kept))]
+                return index, kept
         return 0, None
 
-    def _check_kept(self, found: Capture, kept: list[Tensor] | None) -> None:
+    def _check_kept(self, found: Capture, kept: Mapping[str, Tensor] | None) -> None:
         """Data may differ where the caller accepts it, but not so that kept inputs fit no batch."""
-        shapes = [tuple(h.shape) for h in kept or found.hidden]
-        if shapes != [tuple(h.shape) for h in found.hidden]:
+        if kept is None:
+            return
+        now = found.hidden.shapes()
+        shapes = {name.removeprefix("exact."): tuple(kept[name].shape) for name in kept}
+        if shapes != {str(batch): shape for batch, shape in enumerate(now)}:
             assert self.artifact is not None
             raise ResumeError(
-                f"the kept inputs are of other batches: {len(shapes)}, now {len(found.hidden)}, "
+                f"the kept inputs are of other batches: {len(shapes)}, now {len(now)}, "
                 "or of other sizes",
                 where=str(self.artifact.folder),
                 remedy="Use the data it was begun with, or a new output folder.",
@@ -190,15 +201,15 @@ class _Walk:
         with _located(path):
             insert(layer, specs, sites)
             notes = self.algorithm.run(layer, self.replay)
+            changed = self.algorithm.also_trains(layer)
             if feeds_on:
                 self.replay.settle(layer)
             frozen = freeze(layer)
             hashes = _proven(frozen, self._advance(layer, feeds_on))
         if self.artifact is not None:
             if feeds_on:
-                hidden = {str(i): h.contiguous() for i, h in enumerate(self.replay.hidden)}
-                self.artifact.keep_inputs(self.index + 1, hidden)
-            self._write(layer_segment(self.index), path, layer, notes, hashes)
+                self.artifact.keep_inputs(self.index + 1, self.replay.inputs())
+            self._write(layer_segment(self.index), path, layer, notes, hashes, changed)
             self.artifact.drop_inputs(self.index)
             self.source.drop(path)
         self._report(1, 1, "done")
@@ -217,14 +228,16 @@ class _Walk:
         module: nn.Module,
         notes: Notes,
         hashes: Mapping[str, str],
+        changed: Collection[str] = (),
     ) -> None:
         assert self.artifact is not None
         head = f"{path}." if path else ""
         tensors = {
-            head + name: self.source.original(head + name, tensor)
+            head + name: tensor if name in changed else self.source.original(head + name, tensor)
             for name, tensor in _stored_state(module).items()
         }
         record: dict[str, Any] = {
+            "changed": [head + name for name in sorted(changed)],
             "notes": {head + name: note for name, note in sorted(notes.items())},
             "used": {head + name: digest for name, digest in sorted(hashes.items())},
         }

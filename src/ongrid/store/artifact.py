@@ -122,27 +122,38 @@ class Artifact:
 
     def keep_inputs(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the inputs of a layer for a later run."""
-        (self.folder / RESUME_FOLDER).mkdir(exist_ok=True)
+        self.scratch()
         self._put(self._inputs_file(index), tensors, {"index": index})
 
     def drop_inputs(self, index: int) -> None:
         """Forgets the inputs of a layer that is done."""
         self._inputs_file(index).unlink(missing_ok=True)
 
-    def inputs(self, index: int) -> dict[str, Tensor] | None:
-        """The kept inputs of a layer, or None unless they lie there undamaged."""
+    def inputs(self, index: int) -> Mapping[str, Tensor] | None:
+        """The kept inputs of a layer, or None unless they lie there undamaged; each is read when
+        asked for.
+        """
         if self._verified(self._inputs_file(index)) is None:
             return None
-        return _tensors(self._inputs_file(index))
+        return ShardFile(self._inputs_file(index))
+
+    def scratch(self) -> Path:
+        """A folder for what an unfinished run needs; `finish` removes it."""
+        folder = self.folder / RESUME_FOLDER
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def finish(self, config: Mapping[str, Any], side_files: Sequence[Path]) -> None:
         """Completes the artifact: side files byte for byte, index, manifest, config last."""
         for path in side_files:
             write_bytes(self.folder / path.name, path.read_bytes())
         weight_map, size, hashes = {}, 0, {}
+        changed = set(self.manifest.changed)
         for segment in self.manifest.segments:
             file = ShardFile(self._file(segment))
-            hashes[file.path.name] = json.loads(file.metadata["ongrid"])["hash"]
+            record = json.loads(file.metadata["ongrid"])
+            hashes[file.path.name] = record["hash"]
+            changed.update(record.get("changed", []))
             for name, info in file.infos.items():
                 weight_map[name] = file.path.name
                 size += info.nbytes
@@ -151,6 +162,7 @@ class Artifact:
             {"metadata": {"total_size": size}, "weight_map": weight_map},
         )
         shutil.rmtree(self.folder / RESUME_FOLDER, ignore_errors=True)
+        self.manifest = replace(self.manifest, changed=sorted(changed))
         self._declare(complete=True, content=hashes)
         write_json(self.folder / CONFIG_FILE, config)
 
@@ -229,7 +241,7 @@ class Artifact:
             file = ShardFile(path)
             record = json.loads(file.metadata["ongrid"])
             known = isinstance(record, dict) and record["run"] == self._run
-            held = content_hash({name: file.read(name) for name in file.infos}) if known else None
+            held = content_hash(file) if known else None
         except (StoreError, KeyError, json.JSONDecodeError):
             return None
         return record if known and record.get("hash") == held else None
@@ -347,8 +359,7 @@ def _resumed(folder: Path, manifest: Manifest, accept: Collection[str]) -> Artif
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    file = ShardFile(path)
-    return {name: file.read(name) for name in file.infos}
+    return dict(ShardFile(path))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

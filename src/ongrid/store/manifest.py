@@ -39,7 +39,7 @@ class Manifest:
     `grid`, `shape` [out, in], compute `dtype`, and whether the source stored it `transposed`.
     `activations`: by quantizer path, its `grid` and whether it is `dynamic`. `kept`: what stayed
     float, and why. `accepted`: what a resumed run was allowed to have in place of a field of the
-    fingerprint, by field. `changed`: the tensors outside of quantizers that tuning changed.
+    fingerprint, by field. `changed`: the tensors outside of quantizers that were trained.
     """
 
     fingerprint: dict[str, Any]

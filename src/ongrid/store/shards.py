@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
@@ -73,7 +73,7 @@ class TensorInfo:
         return self.end - self.start
 
 
-class ShardFile:
+class ShardFile(Mapping[str, Tensor]):
     """One safetensors file: the header is checked on opening, a tensor is read when asked for.
 
     `infos` stands in file order. No descriptor stays open between calls. `StoreError` when the
@@ -123,6 +123,15 @@ class ShardFile:
                     raise _error(self.path, f"ends inside tensor {name!r}")
                 done += count
         return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
 
     def digest(self) -> str:
         """SHA-256 of the file's bytes, in hexadecimal."""
