@@ -2,8 +2,10 @@
 
 from ongrid._version import VERSION
 from ongrid.calibrate.algorithm import ALGORITHMS, AbstractAlgorithm
+from ongrid.calibrate.block_ap import BlockAp
 from ongrid.calibrate.gptq import Gptq
 from ongrid.calibrate.ranges import Max, Mse, Rtn
+from ongrid.calibrate.signround import SignRound
 from ongrid.errors import (
     CalibrationError,
     ConfigError,
@@ -37,6 +39,7 @@ __all__ = [
     "AbstractAlgorithm",
     "AbstractMethod",
     "Artifact",
+    "BlockAp",
     "CalibrationError",
     "ConfigError",
     "Gptq",
@@ -60,6 +63,7 @@ __all__ = [
     "ResumeError",
     "Rtn",
     "Rule",
+    "SignRound",
     "StoreError",
     "StructureError",
     "VerifyError",

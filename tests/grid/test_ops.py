@@ -54,8 +54,9 @@ def test_their_gradients(name: str, layout: str):
     check(ops.encode_backward, d, w, s, z, None, name)
     check(ops.encode_backward, d.contiguous(), w, s, z, None, name)
     q = ops.encode(w, s, z, None, name)
-    check(ops.decode_backward, d, q, s, z, None, name)
-    check(ops.decode_backward, d, laid_out(q, "columns"), s, z, None, name)
+    for of_codes in (True, False):
+        check(ops.decode_backward, d, q, s, z, None, name, of_codes)
+        check(ops.decode_backward, d, laid_out(q, "columns"), s, z, None, name, of_codes)
 
 
 @each
@@ -66,12 +67,29 @@ def test_gradients_do_not_depend_on_the_layout(name: str):
     q = ops.encode(w, s, z, None, name)
     turned = [laid_out(t, "columns") for t in (d, w, q)]
     assert not any(t.is_contiguous() for t in turned)
-    for op, first, second in (
-        (ops.encode_backward, (d, w), turned[:2]),
-        (ops.decode_backward, (d, q), (turned[0], turned[2])),
+    for op, first, second, more in (
+        (ops.encode_backward, (d, w), turned[:2], ()),
+        (ops.decode_backward, (d, q), (turned[0], turned[2]), (True,)),
     ):
-        for a, b in zip(op(*first, s, z, None, name), op(*second, s, z, None, name), strict=True):
+        rest = (s, z, None, name, *more)
+        for a, b in zip(op(*first, *rest), op(*second, *rest), strict=True):
             assert torch.equal(a, b)
+
+
+@each
+@each_layout
+def test_offsets_and_shares(name: str, layout: str):
+    w, s, z = trained(name)
+    o = laid_out(torch.full((4, 16), 0.25), layout).requires_grad_()
+    check(ops.offset, laid_out(w, layout), o, s)
+    check(ops.offset_backward, laid_out(w.detach(), layout), o.detach(), s.detach())
+    up = torch.full(s.shape, 0.9, requires_grad=True)
+    down = None if z is None else torch.full(s.shape, 0.8, requires_grad=True)
+    s, z = s.detach(), None if z is None else z.detach()
+    check(ops.shrink, s, z, up, down, name)
+    ds, dz = torch.ones_like(s), torch.ones_like(s) if z is not None else s.new_empty(0)
+    shares = up.detach(), None if down is None else down.detach()
+    check(ops.shrink_backward, ds, dz, s, z, *shares, name)
 
 
 def test_with_an_order():

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from ongrid.calibrate.signround import RoundedWeight
 from ongrid.grid import LEVELS, Grid, Int, QTensor
 from ongrid.nn import AbstractWeight, CodedWeight, LatentWeight
 from ongrid.recipe import Recipe, presets
@@ -155,12 +156,24 @@ def shifted(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
     return weight.eval()
 
 
+def rounded(grid: Grid, dtype: torch.dtype) -> AbstractWeight:
+    """Every offset and share somewhere within its bounds."""
+    weight = RoundedWeight(LatentWeight(grid, example(grid, dtype)))
+    with torch.no_grad():
+        weight.offset.copy_(_noise(*shape(grid), 3).clamp(-0.5, 0.5))
+        for seed, share in ((4, weight.up), (5, weight.down)):
+            if share is not None:
+                share.copy_(1 - 0.2 * _noise(*share.shape, seed).abs().clamp(max=2))
+    return weight
+
+
 WEIGHTS: dict[str, Callable[[Grid, torch.dtype], AbstractWeight]] = {
     "latent": latent,
     "coded": coded,
     "coded_trained": coded_trained,
     "coded_ordered": coded_ordered,
     "shifted": shifted,
+    "rounded": rounded,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laws.oracle import level_values
 from laws.table import GRIDS, WEIGHTS, disturb, example
+from ongrid.calibrate.signround import RoundedWeight
 from ongrid.grid import Grid, Parts, QTensor, ops
 from ongrid.nn import AbstractWeight, LatentWeight
 from ongrid.tune.qalora import ShiftedWeight
@@ -54,6 +55,14 @@ def closed_form(
         level = u.round() + offset if grid.zero == "code" else u
         inside = unclamped(grid, levels, level).double()
         found["latent"] = d * inside, size + 2**-128 / wide_s  # d * s may be subnormal
+    o = torch.zeros_like(v)
+    if isinstance(weight, RoundedWeight):
+        o = weight.offset.double()
+        u = (weight.latent.double() - shift) / wide_s + o
+        level = u.round() + offset if grid.zero == "code" else u
+        inside = unclamped(grid, levels, level).double()
+        found["offset"] = d * inside * wide_s, size * wide_s + 2**-128
+        u = u - o  # which moves with s: s * o was added
     terms = {"scale": d * (v - offset - inside * u)}
     if grid.zero == "code":
         terms["zero"] = -d * wide_s * (1 - inside)
@@ -61,16 +70,51 @@ def closed_form(
         terms["zero"] = d * (1 - inside)
     # The sums cancel: each term came as a difference of two.
     u = torch.where(inside > 0, u, 0)
-    sizes = {"scale": size * (v.abs() + u.abs() + offset.abs()), "zero": size * (wide_s + 1)}
+    sizes = {
+        "scale": size * (v.abs() + u.abs() + o.abs() + offset.abs()),
+        "zero": size * (wide_s + 1),
+    }
     found |= {n: (summed(q, t), summed(q, sizes[n])) for n, t in terms.items()}
     if isinstance(weight, ShiftedWeight):
         found |= of_adapter(weight, s, found)
+    if isinstance(weight, RoundedWeight):
+        return {"offset": found["offset"], **of_shares(weight, found)}
     if isinstance(weight.scale, AbstractWeight):
         assert isinstance(q.parts.scale, Parts) and isinstance(grid.scale, Grid)
         inner = QTensor(grid.scale, q.parts.scale)
         of_scales = closed_form(weight.scale, inner, *found.pop("scale"))
         found |= {f"scale.{n}": pair for n, pair in of_scales.items()}
     return found
+
+
+def of_shares(
+    weight: RoundedWeight, found: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of the shares a, b from those of the scale and the zero: s = (a hi - b lo) / width, and the
+    zero is -b lo / s or b lo.
+    """
+    if weight.up is None:
+        return {}
+    grid, (scale, zero) = weight.grid, weight.start.stored_range()
+    assert isinstance(scale, Tensor)
+    (ds, size_s), (dz, size_z) = found["scale"], found.get("zero", found["scale"])
+    s0 = scale.double()
+    if zero is None or weight.down is None:
+        return {"up": (ds * s0, size_s * s0)}
+    width, z0, shift = 2**grid.levels.bits - 1, zero.double(), grid.zero == "shift"
+    lo = z0 if shift else -z0 * s0
+    hi, a, b = lo + width * s0, weight.up.double(), weight.down.double()
+    s = (a * hi - b * lo) / width
+    of_s = dz * 0 if shift else dz * b * lo / s**2
+    of_b = dz * lo if shift else -dz * lo / s
+    size = size_s + (0 if shift else size_z * (b * lo / s**2).abs())
+    return {
+        "up": ((ds + of_s) * hi / width, size * hi.abs() / width),
+        "down": (
+            -(ds + of_s) * lo / width + of_b,
+            size * lo.abs() / width + size_z * (lo if shift else lo / s).abs(),
+        ),
+    }
 
 
 def of_adapter(

@@ -56,6 +56,8 @@ ALGORITHMS = Table(
         "max": "ongrid.calibrate.ranges:Max",
         "mse": "ongrid.calibrate.ranges:Mse",
         "gptq": "ongrid.calibrate.gptq:Gptq",
+        "block_ap": "ongrid.calibrate.block_ap:BlockAp",
+        "signround": "ongrid.calibrate.signround:SignRound",
     },
 )
 

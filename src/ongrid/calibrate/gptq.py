@@ -38,7 +38,7 @@ from ongrid.calibrate.replay import AbstractReduction, Propagation, Replay
 from ongrid.errors import ConfigError, NonFiniteError, OngridError
 from ongrid.grid import Grid, Parts, QTensor
 from ongrid.grid.grid import decode_each, encode_each
-from ongrid.nn import CodedWeight, LatentWeight, QuantizerSpec, quant_linears
+from ongrid.nn import AbstractWeight, CodedWeight, LatentWeight, QuantizerSpec, quant_linears
 
 _ESCALATION = 10.0
 _ROWS_AT_ONCE = 1024
@@ -146,6 +146,15 @@ class Gptq(AbstractAlgorithm):
         return bool(specs)
 
     def run(self, layer: nn.Module, replay: Replay) -> Notes:
+        return self._run(layer, replay, trainable=False)
+
+    def compensate(self, layer: nn.Module, replay: Replay) -> Notes:
+        """As `run`, but what is left is trainable: weights hold, in float32, the columns as they
+        were when their turn to be rounded came. Law: their codes are those that `run` gives.
+        """
+        return self._run(layer, replay, trainable=True)
+
+    def _run(self, layer: nn.Module, replay: Replay, *, trainable: bool) -> Notes:
         notes = calibrate_activations(layer, replay)
         linears = {
             path: linear
@@ -159,18 +168,18 @@ class Gptq(AbstractAlgorithm):
             h, moment.stripes = moment.sum, []
             for alike in _stacks({p: _latent(linears[p]) for p in paths}):
                 try:
-                    solved, note = self._solve(h, moment.tokens, alike)
+                    solved, note = self._solve(h, moment.tokens, alike, trainable=trainable)
                 except OngridError as error:
                     raise error.at(", ".join(alike)) from None
-                for path, q in solved.items():
-                    linears[path].weight_quantizer = CodedWeight(q, alike[path].dtype)
+                for path, weight in solved.items():
+                    linears[path].weight_quantizer = weight
                 notes |= note
             del h
         return notes
 
     def _solve(
-        self, h: Tensor | None, tokens: int, weights: Mapping[str, LatentWeight]
-    ) -> tuple[dict[str, QTensor], Notes]:
+        self, h: Tensor | None, tokens: int, weights: Mapping[str, LatentWeight], *, trainable: bool
+    ) -> tuple[dict[str, AbstractWeight], Notes]:
         """Sweeps weights that share inputs and grid as one matrix; what stays plain is left out."""
         first = next(iter(weights.values()))
         w = torch.cat([weight.latent.detach().float() for weight in weights.values()])
@@ -188,9 +197,20 @@ class Gptq(AbstractAlgorithm):
             reason = f"no damping up to {_MOST_DAMPING:g} makes H positive definite"
             return {}, {path: {**common, "rounded_plainly": reason} for path in weights}
         grid, dtype = first.grid, first.dtype
-        swept = sweep(grid, w, factor.u, dtype, fit=self._fit, block=self.block, order=order)
+        columns = torch.empty_like(w) if trainable else None
+        swept = sweep(
+            grid, w, factor.u, dtype, fit=self._fit, block=self.block, order=order, columns=columns
+        )
         parts, kept = _never_worse(grid, w, h, _plain_parts(weights), swept, dtype)
-        return _split(grid, parts, kept, weights, {**common, "damp": factor.damp})
+        solved, notes = _split(grid, parts, kept, weights, {**common, "damp": factor.damp})
+        if columns is None:
+            return {path: CodedWeight(q, dtype) for path, q in solved.items()}, notes
+        columns = torch.where(kept[:, None], w, columns)
+        of_each = columns.split([weights[path].shape[0] for path in solved])
+        return {
+            path: LatentWeight(grid, own.clone(), dtype, (q.parts.scale, q.parts.zero))
+            for (path, q), own in zip(solved.items(), of_each, strict=True)
+        }, notes
 
     def _fit(self, grid: Grid, w: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         if self.scales == "mse":
@@ -244,18 +264,21 @@ def sweep(
     fit: Any = Grid.fit,
     block: int = 128,
     order: Tensor | None = None,
+    columns: Float[Tensor, "out in"] | None = None,
 ) -> Parts:
     """Codes, scales and zeros of w `[out in]` float32 under the factor u; w itself stays unchanged.
+
+    `columns` takes each column as it was when it was rounded.
 
     With `order`, the sweep takes columns in that order (u is the factor in that order), and all
     scales are fitted beforehand. So they are where a scale spans the row or lies on a grid of its
     own.
     """
-    columns = w.shape[1]
-    width = columns if grid.blocks.cols == -1 else grid.blocks.cols
-    static = order is not None or width == columns or not isinstance(grid.scale, torch.dtype)
+    size = w.shape[1]
+    width = size if grid.blocks.cols == -1 else grid.blocks.cols
+    static = order is not None or width == size or not isinstance(grid.scale, torch.dtype)
     scale, zero = fit(grid, w, dtype) if static else (None, None)
-    groups = torch.arange(columns, device=w.device) // width
+    groups = torch.arange(size, device=w.device) // width
     wt = w.T.contiguous()
     if order is not None:
         groups, wt = groups[order], wt[order]
@@ -264,8 +287,8 @@ def sweep(
     fitted: list[tuple[Tensor, Tensor | None]] = []
     step = block if static else width
     of_groups = _of_rows(grid, scale, zero, w.shape[0]) if static else []
-    for start in range(0, columns, step):
-        stop = min(start + step, columns)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
         if start:
             wt[start:stop].addmm_(u[:start, start:stop].T, errors[:start], alpha=-1)
         if static:
@@ -277,6 +300,8 @@ def sweep(
         codes[start:stop] = _sweep_block(
             grid, wt[start:stop], u[start:stop, start:stop], of_columns, dtype, errors[start:stop]
         )
+    if columns is not None:
+        columns.copy_((wt if order is None else wt[order.argsort()]).T)
     if order is not None:
         codes = codes[order.argsort()]
     if not static:
@@ -296,6 +321,8 @@ def _sweep_block(
 ) -> Float[Tensor, "columns out"]:
     """Codes of consecutive columns, and their errors into `errors`, each from those before it.
 
+    `wt` is left with the columns as they were rounded.
+
     The loop costs what its operations cost to start, so it has as few of them as can be.
     """
     codes = []
@@ -306,7 +333,7 @@ def _sweep_block(
     with _one_thread():
         for j, (column, (s, z), feeds, error) in enumerate(rows):
             if j:
-                column = torch.addmv(column, errors[:j].T, feeds[:j], alpha=-1)
+                column.addmv_(errors[:j].T, feeds[:j], alpha=-1)
             codes.append(encode_each(grid, column, s, z))
             torch.sub(column, decode_each(grid, codes[-1], s, z).to(dtype), out=error)
     errors /= u.diagonal()[:, None]

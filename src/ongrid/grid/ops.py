@@ -106,6 +106,41 @@ def move_zero(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
     return _stored_zero(parsed, moved)
 
 
+@torch.library.custom_op("ongrid::offset", mutates_args=())
+def offset(w: Tensor, o: Tensor, s: Tensor) -> Tensor:
+    """w + o * s, float32 `[out in]`: weights moved by offsets in steps of the grid."""
+    steps = grouped(o.float().contiguous(), *block_counts(s, None)) * spread(s, None)
+    return steps.reshape(w.shape).add_(w.float())
+
+
+@torch.library.custom_op("ongrid::shrink", mutates_args=())
+def shrink(
+    s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor]:
+    """The scale and the zero, before rounding, of blocks that cover a share of their range.
+
+    From stored scales s and zeros z `[R C]`, whose grid reaches from lo to hi, they are those of
+    the range from down * lo to up * hi, float32. Without a zero the scale is up * s, and the second
+    result is empty. Shares of 1 give s and z themselves.
+    """
+    s_new, z_new, *_ = _shrunk(Grid.parse(grid), s, z, up, down)
+    return s_new.clone(), s.new_empty(0) if z_new is None else z_new.clone()
+
+
+def _shrunk(
+    grid: Grid, s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The scale, the zero, and the derivatives of the scale by `up` and `down`."""
+    if z is None or down is None:
+        return up * s, None, s, s
+    width = grid.levels.hi - grid.levels.lo
+    lo, hi = (z, z + width * s) if grid.zero == "shift" else (-z * s, (width - z) * s)
+    by_up, by_down = hi / width, -lo / width
+    s_new = s - ((1 - up) * by_up + (1 - down) * by_down)
+    z_new = down * lo if grid.zero == "shift" else down * (z * (s / s_new))
+    return s_new, z_new, by_up, by_down
+
+
 @torch.library.custom_op("ongrid::positive", mutates_args=())
 def positive(q: Tensor, grid: str) -> Tensor:
     """Positive scales' codes on their own grid; the gradient passes straight through."""
@@ -167,6 +202,18 @@ def _(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
     return _empty(z, torch.float32)
 
 
+@offset.register_fake
+def _(w: Tensor, o: Tensor, s: Tensor) -> Tensor:
+    return _empty(w, torch.float32)
+
+
+@shrink.register_fake
+def _(
+    s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor]:
+    return _empty(s), _like_zero(s, z)
+
+
 @store_scale.register_fake
 @store_zero.register_fake
 def _(x: Tensor, grid: str) -> Tensor:
@@ -184,37 +231,48 @@ def encode_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of w, s and z from those of the levels."""
     g = Grid.parse(grid)
-    counts = block_counts(s, order)
-    wide, d = spread(s, order), grouped(dv.float().contiguous(), *counts)
-    shift = spread(z.float(), order) if z is not None and g.zero == "shift" else 0.0
-    u = (grouped(w.float().contiguous(), *counts) - shift) / wide
+    counts, wide = block_counts(s, order), spread(s, order)
+    u = grouped(w.float().contiguous(), *counts)
+    u = u / wide if z is None or g.zero == "code" else (u - spread(z.float(), order)) / wide
     level = u
     if z is not None and g.zero == "code":
         level = u.round() + g.levels.value(spread(z, order))
     inside = g.levels.unclamped(level)
-    d, u = d * inside, u.masked_fill(~inside, 0)  # u may be infinite, and 0 * infinity is NaN
+    d = grouped(dv.float().contiguous(), *counts) * inside
+    u = u.masked_fill_(~inside, 0)  # it may be infinite, and 0 * infinity is NaN
     dz = d.new_empty(0)
     if z is not None:
-        dz = _reduced(d if g.zero == "code" else -d / wide, s, order).to(z.dtype)
+        dz = _reduced(d, s, order)
+        dz = (dz if g.zero == "code" else -dz / s).to(z.dtype)
     dw = (d / wide).reshape(w.shape).to(w.dtype)
-    return dw, _reduced(-d * u / wide, s, order), dz
+    return dw, -_reduced(u.mul_(d), s, order) / s, dz
 
 
 @torch.library.custom_op("ongrid::decode_backward", mutates_args=())
 def decode_backward(
-    dw: Tensor, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+    dw: Tensor,
+    q: Tensor,
+    s: Tensor,
+    z: Tensor | None,
+    order: Tensor | None,
+    grid: str,
+    of_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the levels, s and z from those of the decoded weight."""
+    """Gradients of the levels, s and z from those of the decoded weight.
+
+    That of the levels is empty unless it is asked for with `of_codes`.
+    """
     g = Grid.parse(grid)
-    counts = block_counts(s, order)
-    d, wide = grouped(dw.float().contiguous(), *counts), spread(s, order)
-    v = g.levels.value(grouped(q.contiguous(), *counts))
+    counts, wide = block_counts(s, order), spread(s, order)
+    d, v = grouped(dw.float().contiguous(), *counts), grouped(q.contiguous(), *counts)
     dz = d.new_empty(0)
     if z is not None:
-        if g.zero == "code":
-            v = v - g.levels.value(spread(z, order))
-        dz = _reduced(-d * wide if g.zero == "code" else d, s, order).to(z.dtype)
-    return (d * wide).reshape(q.shape), _reduced(d * v, s, order), dz
+        dz = _reduced(d, s, order)
+        dz = (-dz * s if g.zero == "code" else dz).to(z.dtype)
+    # A difference of codes is that of their levels.
+    v = g.levels.value(v) if z is None or g.zero != "code" else v - spread(z.float(), order)
+    dq = (d * wide).reshape(q.shape) if of_codes else d.new_empty(0)
+    return dq, _reduced(d * v, s, order), dz
 
 
 @torch.library.custom_op("ongrid::low_rank_backward", mutates_args=())
@@ -233,6 +291,43 @@ def move_zero_backward(
     if Grid.parse(grid).zero == "code":
         return d.clone(), -d, torch.zeros_like(s)
     return d.clone(), d * s, d * steps
+
+
+@torch.library.custom_op("ongrid::offset_backward", mutates_args=())
+def offset_backward(d: Tensor, o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the offsets and the scales; that of the weights is d itself."""
+    counts = block_counts(s, None)
+    blocks = grouped(d.contiguous(), *counts)
+    ds = _reduced(blocks * grouped(o.float().contiguous(), *counts), s, None)
+    return (blocks * spread(s, None)).reshape(o.shape), ds
+
+
+@torch.library.custom_op("ongrid::shrink_backward", mutates_args=())
+def shrink_backward(
+    ds: Tensor, dz: Tensor, s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the shares."""
+    parsed = Grid.parse(grid)
+    s_new, z_new, by_up, by_down = _shrunk(parsed, s, z, up, down)
+    if z is None or z_new is None:
+        return ds * s, s.new_empty(0)
+    if parsed.zero == "shift":
+        return ds * by_up, ds * by_down + dz * z
+    # z_new = down * z * s / s_new
+    through = ds - dz * z_new / s_new
+    return through * by_up, through * by_down + dz * (z * (s / s_new))
+
+
+@offset_backward.register_fake
+def _(d: Tensor, o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return _empty(o), _empty(s)
+
+
+@shrink_backward.register_fake
+def _(
+    ds: Tensor, dz: Tensor, s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
+) -> tuple[Tensor, Tensor]:
+    return _empty(s), _like_zero(s, z)
 
 
 @low_rank_backward.register_fake
@@ -254,9 +349,16 @@ def _(
 
 @decode_backward.register_fake
 def _(
-    dw: Tensor, q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
+    dw: Tensor,
+    q: Tensor,
+    s: Tensor,
+    z: Tensor | None,
+    order: Tensor | None,
+    grid: str,
+    of_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(dw, torch.float32), _empty(s), _like_zero(s, z)
+    dq = _empty(dw, torch.float32) if of_codes else s.new_empty(0)
+    return dq, _empty(s), _like_zero(s, z)
 
 
 def _like_zero(s: Tensor, z: Tensor | None) -> Tensor:
@@ -281,7 +383,9 @@ def _encode_backward(ctx: Any, dv: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _decode_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_needed(ctx, decode_backward(dw, *ctx.saved_tensors, ctx.grid)), None, None, None)
+    of_codes = ctx.needs_input_grad[0]
+    found = decode_backward(dw, *ctx.saved_tensors, ctx.grid, of_codes)
+    return (*_needed(ctx, found), None, None, None)
 
 
 def _keep_low_rank(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -300,6 +404,25 @@ def _keep_move_zero(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _move_zero_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     return (*_needed(ctx, move_zero_backward(d, *ctx.saved_tensors, ctx.grid)), None)
+
+
+def _keep_offset(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, o, s = inputs
+    ctx.save_for_backward(o, s)
+
+
+def _offset_backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(_needed(ctx, (d, *offset_backward(d, *ctx.saved_tensors))))
+
+
+def _keep_shrink(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.grid = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _shrink_backward(ctx: Any, ds: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+    up, down = shrink_backward(ds, dz, *ctx.saved_tensors, ctx.grid)
+    return None, None, up, down if ctx.needs_input_grad[3] else None, None
 
 
 def _needed(ctx: Any, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -328,6 +451,8 @@ encode.register_autograd(_encode_backward, setup_context=_keep_encode)
 decode.register_autograd(_decode_backward, setup_context=_keep_decode)
 low_rank.register_autograd(_low_rank_backward, setup_context=_keep_low_rank)
 move_zero.register_autograd(_move_zero_backward, setup_context=_keep_move_zero)
+offset.register_autograd(_offset_backward, setup_context=_keep_offset)
+shrink.register_autograd(_shrink_backward, setup_context=_keep_shrink)
 positive.register_autograd(_straight_through, setup_context=_keep_nothing)
 snap.register_autograd(_straight_through, setup_context=_keep_nothing)
 store_scale.register_autograd(_straight_through, setup_context=_keep_nothing)

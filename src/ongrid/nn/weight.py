@@ -109,18 +109,23 @@ class AbstractWeight(nn.Module):
 class LatentWeight(AbstractWeight):
     """A float matrix that is rounded to its grid on every forward; starts as plain rounding.
 
-    `latent` is `w` itself, not a copy. `scale` and `zero` are fp32 masters, `[R C]`; the scale of a
-    grid of grids is a `LatentWeight` in turn. A parameter that is passed keeps its `requires_grad`;
-    nothing else requires a gradient until it is asked to.
+    `latent` is `w` itself, not a copy. `stored` is the scale and zero to start from, in their
+    stored forms; by default those that are fitted to w. `scale` and `zero` are fp32 masters,
+    `[R C]`; the scale of a grid of grids is a `LatentWeight` in turn. A parameter that is passed
+    keeps its `requires_grad`; nothing else requires a gradient until it is asked to.
     """
 
     def __init__(
-        self, grid: Grid, w: Float[Tensor, "out in"], dtype: torch.dtype | None = None
+        self,
+        grid: Grid,
+        w: Float[Tensor, "out in"],
+        dtype: torch.dtype | None = None,
+        stored: tuple[Tensor | Parts | None, Tensor | None] | None = None,
     ) -> None:
         super().__init__(grid, (w.shape[0], w.shape[1]), dtype or w.dtype)
         self.latent = w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False)
         with torch.no_grad():
-            self._start(*grid.fit(w, self.dtype))
+            self._start(*(grid.fit(w, self.dtype) if stored is None else stored))
 
     def _start(self, scale: Tensor | Parts | None, zero: Tensor | None) -> None:
         """Takes a fitted scale and zero. Scales on a grid keep their own fitted scale: to fit it to
@@ -146,7 +151,8 @@ class LatentWeight(AbstractWeight):
     def source(self) -> Float[Tensor, "out in"]:
         return self.latent.to(self.dtype)
 
-    def parts(self) -> Parts:
+    def stored_range(self) -> tuple[Tensor | Parts | None, Tensor | None]:
+        """Scale and zero in their stored values, with straight-through gradients."""
         if isinstance(self.scale, LatentWeight):
             inner = self.scale.parts()
             positive = ops.positive(inner.codes, self.scale._grid_string)
@@ -155,7 +161,10 @@ class LatentWeight(AbstractWeight):
             scale = None
         else:
             scale = ops.store_scale(self.scale, self._grid_string)
-        zero = None if self.zero is None else ops.store_zero(self.zero, self._grid_string)
+        return scale, None if self.zero is None else ops.store_zero(self.zero, self._grid_string)
+
+    def parts(self) -> Parts:
+        scale, zero = self.stored_range()
         codes = ops.encode(self.latent, self._effective(scale), zero, None, self._grid_string)
         return Parts(codes, scale, zero)
 
@@ -203,8 +212,8 @@ class CodedWeight(AbstractWeight):
                 self.register_buffer(name, stored.get(name))
         self.order = stored.get("order")
 
-    def parts(self) -> Parts:
-        codes = ops.unpack(self.codes, self.grid.levels.bits, self.shape[1])
+    def stored_range(self) -> tuple[Tensor | Parts | None, Tensor | None]:
+        """Scale and zero in their stored values, with straight-through gradients."""
         scale: Tensor | Parts | None
         if isinstance(self.scale, CodedWeight):
             scale = self.scale.parts()
@@ -215,7 +224,11 @@ class CodedWeight(AbstractWeight):
         zero: Any = self.zero
         if isinstance(zero, nn.Parameter):
             zero = ops.store_zero(zero, self._grid_string)
-        return Parts(codes, scale, zero)
+        return scale, zero
+
+    def parts(self) -> Parts:
+        codes = ops.unpack(self.codes, self.grid.levels.bits, self.shape[1])
+        return Parts(codes, *self.stored_range())
 
 
 def _master(stored: Tensor) -> nn.Parameter:
