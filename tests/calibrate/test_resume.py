@@ -126,7 +126,8 @@ CHILD = """
         if kind == "progress":
             die(f"{progress.segment} {progress.phase}")
 
-    test_resume.run(Path(sys.argv[1]), Path(sys.argv[2]), stop=stop)
+    settings = {"algorithm": sys.argv[6]} if len(sys.argv) > 6 else {}
+    test_resume.run(Path(sys.argv[1]), Path(sys.argv[2]), stop=stop, **settings)
 """
 
 
@@ -177,6 +178,36 @@ def test_killed_and_resumed(point: str, folder: Path, whole: dict[str, bytes], t
 def test_another_process_gives_equal_bytes(folder: Path, whole: dict[str, bytes], tmp_path: Path):
     assert python(CHILD, folder, tmp_path / "q", "progress", "never", 1) == 0
     assert toy.contents(tmp_path / "q") == whole
+
+
+# Both chains are kept, and training begins anew with the first layer that is not done.
+TRAINING = ["block_ap:weight_lr=1e-3,quant_lr=1e-4,start=gptq", "signround:iters=7"]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", TRAINING)
+def test_killed_while_it_trained(algorithm: str, folder: Path, tmp_path: Path):
+    run(folder, tmp_path / "whole", algorithm=algorithm)
+    random = torch.Generator().manual_seed(len(algorithm))
+    block = int(torch.randint(1, LAYERS, (), generator=random))
+    step = int(torch.randint(1, 9, (), generator=random))
+    out, point = tmp_path / "q", ("progress", f"{block} train", step)
+    assert python(CHILD, folder, out, *point, algorithm) == -signal.SIGKILL
+    seen = run(folder, out, algorithm=algorithm)
+    assert segments(seen) == list(range(block, LAYERS + 1))
+    assert toy.contents(out) == toy.contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("block", range(LAYERS + 1))
+@pytest.mark.parametrize("algorithm", TRAINING)
+def test_stopped_while_it_trained(algorithm: str, block: int, folder: Path, tmp_path: Path):
+    run(folder, tmp_path / "whole", algorithm=algorithm)
+    phase = "outside" if block == LAYERS else "train"
+    out = stopped(folder, tmp_path / "q", segment=block, phase=phase, algorithm=algorithm)
+    seen = run(folder, out, algorithm=algorithm)
+    assert segments(seen) == list(range(block, LAYERS + 1))
+    assert toy.contents(out) == toy.contents(tmp_path / "whole")
 
 
 # ---- resumed ---------------------------------------------------------------------------------

@@ -264,6 +264,7 @@ class _Training:
             if by_step:  # batches differ, so each is compared with itself
                 self._keep(loss / max(self.at_start[batch], torch.finfo(torch.float32).tiny))
             self._step(gradients, self.algorithm.rate(step, total))
+            self.judge.task.replay.report(step + 1, total, "train")
             if self.judge.apart and (step + 1) % len(batches) == 0:
                 stale = 0 if self._keep(self.judge.loss()) else stale + 1
                 if stale and stale == self.algorithm.patience:

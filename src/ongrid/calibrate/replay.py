@@ -28,8 +28,8 @@ from ongrid.nn import ActivationQuantizer, QuantLinear, bypassed, held, quant_li
 Propagation = Literal["quantized", "float"]
 """Whether the next layer sees what the quantized layer puts out, or what the float layer does."""
 
-Reported = Callable[[int, int], None]
-"""Called after each batch with the number of batches done and the number of all."""
+Reported = Callable[[int, int, str], None]
+"""Called with what is done and of how many, batches or steps, and what they are: the phase."""
 
 
 class AbstractReduction(ABC):
@@ -54,7 +54,7 @@ class Replay:
         self,
         found: Capture,
         propagate: Propagation,
-        report: Reported = lambda done, total: None,
+        report: Reported = lambda done, total, phase: None,
         *,
         exact: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class Replay:
         self.propagate = propagate
         self.index = 0
         self.forwards = 0
-        self._report = report
+        self.report = report
         self._float_outputs: Chain | None = None
         self._exact = found.hidden.fresh(found.hidden) if exact else None
         self._exact_is_ahead = False
@@ -200,7 +200,7 @@ class Replay:
         total = len(chain)
         for batch in range(total):
             yield batch, chain[batch]
-            self._report(batch + 1, total)
+            self.report(batch + 1, total, "forward")
 
 
 class _Named(Mapping[str, Tensor]):

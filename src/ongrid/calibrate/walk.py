@@ -91,7 +91,7 @@ class _Walk:
         self.rest_done = artifact is not None and artifact.record(REST) is not None
         self.replay: Replay
 
-    def _report(self, done: int, total: int, phase: str = "forward") -> None:
+    def _report(self, done: int, total: int, phase: str) -> None:
         self.on_progress(Progress(self.index, self.layers + 1, phase, done, total))
 
     @torch.no_grad()
