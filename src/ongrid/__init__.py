@@ -17,6 +17,7 @@ from ongrid.errors import (
     ResumeError,
     StoreError,
     StructureError,
+    TrainingError,
     VerifyError,
 )
 from ongrid.finetune import load, merge
@@ -62,6 +63,7 @@ __all__ = [
     "Rule",
     "StoreError",
     "StructureError",
+    "TrainingError",
     "VerifyError",
     "attach",
     "load",
