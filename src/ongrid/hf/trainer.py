@@ -249,7 +249,7 @@ def _pad_id(trainer: Trainer) -> int:
         getattr(trainer.model, "config", None),
     )
     found = (getattr(owner, "pad_token_id", None) for owner in owners)
-    return next((int(pad) for pad in found if isinstance(pad, int)), 0)
+    return next((int(pad) for pad in found if isinstance(pad, int) and pad >= 0), 0)
 
 
 @contextmanager
