@@ -19,6 +19,7 @@ from ongrid.errors import (
     ResumeError,
     StoreError,
     StructureError,
+    TrainingError,
     VerifyError,
 )
 from ongrid.finetune import load, merge
@@ -66,6 +67,7 @@ __all__ = [
     "SignRound",
     "StoreError",
     "StructureError",
+    "TrainingError",
     "VerifyError",
     "attach",
     "load",

@@ -57,6 +57,10 @@ class NonFiniteError(OngridError):
     """A NaN or an infinity where only finite numbers are right."""
 
 
+class TrainingError(OngridError):
+    """Training would not, or did not, train what it is meant to."""
+
+
 class StoreError(OngridError):
     """A file or a folder is missing, damaged, inconsistent or not writable."""
 

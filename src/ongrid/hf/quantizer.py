@@ -19,12 +19,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ongrid.errors import OngridError, StoreError, raise_all
 from ongrid.grid import Grid
 from ongrid.hf.load import PLAIN, TRANSPOSED
-from ongrid.nn import QuantizerSpec, find_linears, group_by_linear, insert_empty
+from ongrid.nn import QuantizerSpec, find_linears, group_by_linear, insert_empty, quant_linears
 from ongrid.store.shards import ShardFile, TensorInfo
 
 METHOD = "ongrid"
 _VERSION = 1
 _DYNAMIC = " dynamic"
+_STAGE, _UNMERGED = "ongrid_stage", "unmerged"
+"""What the metadata of a weight file says while its matrices still train."""
 
 
 def quantization_config(specs: Mapping[str, QuantizerSpec]) -> dict[str, Any]:
@@ -96,9 +98,19 @@ class OngridQuantizer(HfQuantizer):
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
+        """Marks what a Trainer saves in the middle: it resumes from it, but it is no artifact."""
+        weights = [linear.weight_quantizer for linear in quant_linears(model).values()]
+        unmerged = any(True for weight in weights for _ in weight.parameters())
+        return None, {_STAGE: _UNMERGED} if unmerged else {}
+
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True  # else Trainer asks for adapters of its own on top
 
     @property
     def is_compileable(self) -> bool:
@@ -122,8 +134,15 @@ def _check_files(expected: Mapping[str, Any], model: nn.Module, files: list[str]
     """The loader only warns of missing or unfit tensors; here that is an error."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     infos: dict[str, TensorInfo] = {}
-    for file in files:
-        infos |= ShardFile(Path(file)).infos
+    for shard in map(ShardFile, map(Path, files)):
+        if shard.metadata.get(_STAGE) == _UNMERGED:
+            # An adapter would be left out with a warning, and masters taken for stored scales.
+            raise StoreError(
+                "holds a model in the middle of its training, not a merged one",
+                where=str(shard.path),
+                remedy="Resume the Trainer from it, then `ongrid.merge(model, out)` and load that.",
+            )
+        infos |= shard.infos
     problems: list[OngridError] = []
     for name, needed in expected.items():
         info = infos.get(name) or infos.get(prefix + name)

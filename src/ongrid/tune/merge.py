@@ -49,12 +49,26 @@ def merge(model: nn.Module) -> MergeProof:
     Raises `StructureError` where nothing is quantized, and `MergeMismatch` for every matrix that
     differs; the model is then as it was.
     """
+    merged, proof = _merged(model)
     linears = quantized(model)
+    for path, weight in merged.items():
+        linears[path].weight_quantizer = weight
+    return proof
+
+
+@torch.no_grad()
+def prove(model: nn.Module) -> MergeProof:
+    """The proof that `merge` would give, and its errors; the model is not changed and trains on."""
+    return _merged(model)[1]
+
+
+def _merged(model: nn.Module) -> tuple[dict[str, CodedWeight], MergeProof]:
+    """By path, the weights of the merged model, and the proof that they are those of this one."""
     merged: dict[str, CodedWeight] = {}
     used: dict[str, str] = {}
     problems: list[OngridError] = []
     with eval_mode(model):
-        for path, linear in linears.items():
+        for path, linear in quantized(model).items():
             weight = linear.weight_quantizer
             seen = _run(linear)
             tensors = weight.freeze().tensors()
@@ -75,15 +89,15 @@ def merge(model: nn.Module) -> MergeProof:
     raise_all(problems)
     parts: dict[str, Tensor] = {}
     for path, weight in merged.items():
-        linears[path].weight_quantizer = weight
         parts |= weight.state_dict(prefix=f"{path}.")
-    return MergeProof(
+    proof = MergeProof(
         matrices=len(merged),
         elements=sum(math.prod(weight.shape) for weight in merged.values()),
         differing=0,
         codes=content_hash(parts),
         used=used,
     )
+    return merged, proof
 
 
 @dataclass
