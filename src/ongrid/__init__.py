@@ -1,6 +1,7 @@
 """ongrid: the model you serve is, bit for bit, the model you calibrated and trained."""
 
 from ongrid._version import VERSION
+from ongrid.adopt import adopt
 from ongrid.calibrate.algorithm import ALGORITHMS, AbstractAlgorithm
 from ongrid.calibrate.gptq import Gptq
 from ongrid.calibrate.ranges import Max, Mse, Rtn
@@ -63,6 +64,7 @@ __all__ = [
     "StoreError",
     "StructureError",
     "VerifyError",
+    "adopt",
     "attach",
     "load",
     "load_state",
