@@ -292,6 +292,26 @@ def test_a_model_with_biases_keeps_them(tmp_path: Path) -> None:
     assert torch.equal(model.get_submodule(name).bias, made.floats[f"{name}.bias"])
 
 
+def test_linears_that_the_model_keeps_turned_and_names_without_their_prefix(
+    tmp_path: Path,
+) -> None:
+    """GPT-2: its class keeps weights [in out], and its files were written by the base model."""
+    made = publish(tmp_path / "source", gptq_section(), lambda m: as_gptq(m, 2), family="gpt2")
+    prefix = "transformer."
+    assert all(name.startswith(prefix) for name in made.tensors)
+    made.tensors = {name.removeprefix(prefix): t for name, t in made.tensors.items()}
+    made.write()
+    artifact = ongrid.adopt(made.folder, tmp_path / "out")
+    for path, q in artifact.stream():
+        assert_is(q, made.made[path])
+        assert artifact.manifest.matrices[path]["transposed"]
+    assert len(artifact.manifest.matrices) == 8
+    stored = artifact.tensors()
+    for name, original in made.floats.items():
+        assert torch.equal(stored.read(name), original), name
+    assert verify(tmp_path / "out", fresh_module=transformers_process).ok
+
+
 # ---- resuming, and the folder -------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 import toy
 from ongrid.export.reader import ForeignLinear
@@ -202,11 +203,12 @@ def publish(
     dtype: torch.dtype = torch.float16,
     head: bool = False,
     shards: int = 1,
+    family: str = "llama",
     model: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Published:
     """A folder whose decoder linears, and `head` if asked, are quantized; `settings` of `make`."""
-    live = toy.build(dtype=dtype, num_hidden_layers=2, **(model or {}))
+    live = toy.build(family, dtype=dtype, num_hidden_layers=2, **(model or {}))
     toy.save(live, folder)
     toy.add_tokenizer(folder)
     (folder / "quantize_config.json").write_text(json.dumps(section))
@@ -217,9 +219,9 @@ def publish(
     made: dict[str, Made] = {}
     tensors: Tensors = {}
     for number, (path, module) in enumerate(live.named_modules()):
-        if isinstance(module, torch.nn.Linear) and (head or path != "lm_head"):
+        if isinstance(module, torch.nn.Linear | Conv1D) and (head or path != "lm_head"):
             floats.pop(f"{path}.weight", None)
-            shape = (module.out_features, module.in_features)
+            shape = tuple(module.weight.shape)[:: -1 if isinstance(module, Conv1D) else 1]
             made[path] = make(shape, **{"seed": number, **settings})
             tensors |= {f"{path}.{part}": t for part, t in pack(made[path]).items()}
     published = Published(folder, made, floats, {**floats, **tensors})
