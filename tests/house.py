@@ -20,7 +20,7 @@ LAYERS = {
     "recipe": 4,
     "calibrate": 5, "tune": 5, "export": 5,
     "hf": 6,
-    "quantize": 7, "finetune": 7, "qat": 7, "cli": 7, "axolotl": 7, "report": 7,
+    "quantize": 7, "finetune": 7, "adopt": 7, "qat": 7, "cli": 7, "axolotl": 7, "report": 7,
     "__init__": 8, "__main__": 8,
 }  # fmt: skip
 STRANGERS = {3, 5}  # layers in which nobody imports a neighbour

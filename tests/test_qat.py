@@ -148,11 +148,23 @@ def test_rates_are_resolved_by_bits(bits: int, lr: float, tmp_path: Path):
 
 def test_defaults_are_those_of_the_published_code(tmp_path: Path):
     given = QATTrainingArguments(str(tmp_path), use_cpu=True)
-    found = {name: getattr(given, name) for name in (
+    names = (
         "block_ap_train_size", "block_ap_seqlen", "block_ap_batch_size", "block_ap_epochs",
         "block_ap_min_lr_factor", "quant_lr", "per_device_train_batch_size",
-        "gradient_accumulation_steps", "warmup_steps", "max_grad_norm", "weight_decay")}  # fmt: skip
-    assert list(found.values()) == [4096, 2048, 2, 2, 20.0, 1e-4, 4, 8, 0.03, 0.3, 0.0]
+        "gradient_accumulation_steps", "warmup_steps", "max_grad_norm", "weight_decay")  # fmt: skip
+    assert [getattr(given, name) for name in names] == [
+        4096,
+        2048,
+        2,
+        2,
+        20.0,
+        1e-4,
+        4,
+        8,
+        0.03,
+        0.3,
+        0.0,
+    ]
     assert given.lr_scheduler_type == "cosine"
 
 

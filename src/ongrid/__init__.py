@@ -1,6 +1,7 @@
 """ongrid: the model you serve is, bit for bit, the model you calibrated and trained."""
 
 from ongrid._version import VERSION
+from ongrid.adopt import adopt
 from ongrid.calibrate.algorithm import ALGORITHMS, AbstractAlgorithm
 from ongrid.calibrate.block_ap import BlockAp
 from ongrid.calibrate.gptq import Gptq
@@ -69,6 +70,7 @@ __all__ = [
     "StructureError",
     "TrainingError",
     "VerifyError",
+    "adopt",
     "attach",
     "load",
     "load_state",

@@ -1,7 +1,7 @@
 """EfficientQAT as a Hugging Face Trainer: a plain model in, a quantized and tuned artifact out.
 
     trainer = QATTrainer(
-        model="Qwen/Qwen3-0.6B" loaded as usual,
+        model,  # as transformers loads it
         quant_config="int2_g64",
         args=QATTrainingArguments("out", block_ap_train_size=512, block_ap_seqlen=512),
         train_dataset=data,
@@ -35,7 +35,7 @@ from ongrid.nn import quant_linears
 from ongrid.quantize import plan, quantize
 from ongrid.recipe import Plan, Recipe
 from ongrid.tune.merge import MergeProof
-from ongrid.tune.method import Peqa, attach, parameter_groups
+from ongrid.tune.method import Peqa, attach, parameter_groups, trained
 
 Phase = Literal["block_ap", "e2e_qp"]
 
@@ -163,6 +163,7 @@ class QATTrainer(Trainer):
         **trainer: Any,
     ) -> None:
         self._recipe: Recipe | None = None
+        self._source: Path | None = None
         self.proof: MergeProof | None = None
         bits = self._checked(model, args, quant_config, trainer)
         args.resolve(bits)
@@ -193,8 +194,8 @@ class QATTrainer(Trainer):
             problems.append(
                 ConfigError(
                     f"Block-AP runs in one process, here are {args.world_size}",
-                    remedy="Run `ongrid quantize --algorithm block_ap` first, and tune its artifact "
-                    "in several processes.",
+                    remedy="Run `ongrid quantize --algorithm block_ap` first, and tune what it "
+                    "wrote in several processes.",
                 )
             )
         if trainer.get("optimizers", (None, None))[0] is not None:
@@ -220,30 +221,25 @@ class QATTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the phases; see the class. Arguments and result are those of `Trainer.train`."""
         given: Any = self.args
-        start = Path(str(given.output_dir)) / BLOCK_AP_FOLDER
+        model = self._bare()
         if self._recipe is not None:
-            self.log({"weight_lr": given.weight_lr, "quant_lr": given.quant_lr,
-                      "e2e_lr": given.e2e_lr})  # fmt: skip
-            self._quantize(given, start)
-            self._source: Path | None = start
+            rates = ("weight_lr", "quant_lr", "e2e_lr")
+            self.log({name: getattr(given, name) for name in rates})
+            self._source = Path(str(given.output_dir)) / BLOCK_AP_FOLDER
+            self._quantize(model, self._recipe, self._source)
             self._recipe = None
-        else:
-            self._source = getattr(self, "_source", None)
-        model: Any = self.model
-        if not any(
-            True for q in quant_linears(model).values() for _ in q.weight_quantizer.parameters()
-        ):
+        if not trained(model):
             attach(model, self._method)
         result = super().train(*args, **kwargs)
         self.proof = self._watch.proof
         return result
 
-    def _quantize(self, args: Any, out: Path) -> None:
+    def _quantize(self, model: nn.Module, recipe: Recipe, out: Path) -> None:
         from ongrid.hf.trainer import block_ap_batches
 
-        assert self._recipe is not None and self.model is not None
+        args: Any = self.args
         if args.phase == "e2e_qp":
-            quantize(self.model, self._recipe, out=out)
+            quantize(model, recipe, out=out)
             return
         batches = block_ap_batches(
             self,
@@ -251,14 +247,15 @@ class QATTrainer(Trainer):
             seqlen=args.block_ap_seqlen,
             batch_size=args.block_ap_batch_size,
         )
-        quantize(self.model, self._recipe, batches, algorithm=args.block_ap(), out=out)
+        quantize(model, recipe, batches, algorithm=args.block_ap(), out=out)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """The optimizer that `optim` names, over what the method trains and nothing else."""
         if self.optimizer is None:
-            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            bare: Any = self._bare()
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, bare)
             settings.pop("lr", None)
-            groups = parameter_groups(self.model, self._method)
+            groups = parameter_groups(bare, self._method)
             self.optimizer = kind(groups, lr=self._method.lr, **settings)
         return self.optimizer
 

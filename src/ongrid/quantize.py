@@ -25,7 +25,14 @@ from ongrid.errors import (
     StructureError,
     raise_all,
 )
-from ongrid.nn import WEIGHT, QuantLinear, find_linears, find_others, find_stack
+from ongrid.nn import (
+    WEIGHT,
+    QuantizerSpec,
+    QuantLinear,
+    find_linears,
+    find_others,
+    find_stack,
+)
 from ongrid.recipe import Plan, Recipe
 from ongrid.store.artifact import (
     REST,
@@ -105,7 +112,13 @@ def quantize(
         walk(job.model, job.plan, chosen, job.source, calls, artifact, on_progress)
     if not artifact.complete:
         artifact.finish(
-            _config(job, artifact.manifest), [] if job.folder is None else side_files(job.folder)
+            served_config(
+                job.config,
+                job.plan.quantizers,
+                {entry["dtype"] for entry in artifact.manifest.matrices.values()},
+                unties=job.unties,
+            ),
+            [] if job.folder is None else side_files(job.folder),
         )
     return job.model if isinstance(model, nn.Module) else artifact
 
@@ -183,14 +196,15 @@ def _prepare(model: str | Path | nn.Module, recipe: Recipe) -> _Job:
     stack = find_stack(job[0], recipe.layers)
     sites = find_linears(job[0], TRANSPOSED, PLAIN)
     resolved = recipe.resolve(sites, stack, find_others(job[0], sites))
-    return _Job(*job, resolved, _unties(job[0], resolved))
+    return _Job(*job, resolved, unties(job[0], resolved.sites))
 
 
-def _unties(model: nn.Module, plan: Plan) -> bool:
+def unties(model: nn.Module, paths: Collection[str]) -> bool:
+    """Whether the weight of one of these linears is tied to another, and so parts from it."""
     names: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = names.get(id(parameter), 0) + 1
-    weights = (model.get_submodule(path).weight for path in plan.sites)
+    weights = (model.get_submodule(path).weight for path in paths)
     return any(names.get(id(weight), 0) > 1 for weight in weights)
 
 
@@ -241,18 +255,25 @@ def _manifest(
     )
 
 
-def _config(job: _Job, manifest: Manifest) -> dict[str, Any]:
+def served_config(
+    source: Mapping[str, Any],
+    specs: Mapping[str, QuantizerSpec],
+    dtypes: Collection[str],
+    *,
+    unties: bool,
+) -> dict[str, Any]:
+    """The source's config with our quantizers in place of its own, and their compute dtype."""
     from ongrid.hf.quantizer import quantization_config
 
-    config = {**job.config, "quantization_config": quantization_config(job.plan.quantizers)}
+    config = {**source, "quantization_config": quantization_config(specs)}
     # The dtype that the layers computed in, whatever the source's config says: a live model may
     # have been cast, and a config without a dtype leaves it to the loader.
-    for dtype in {entry["dtype"] for entry in manifest.matrices.values()}:
+    for dtype in dtypes:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         if "text_config" in config:
             config["text_config"] = {**config["text_config"], "dtype": dtype}
-    if job.unties:
+    if unties:
         config["tie_word_embeddings"] = False
         if "tie_word_embeddings" in config.get("text_config", {}):
             config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}

@@ -208,3 +208,13 @@ def test_codes_that_do_not_fill_words_are_refused(bits: int, axis: int):
         pack_words(codes, bits, axis=axis)
     assert raised.value.what == f"{n + 1} codes of {bits} bits do not fill whole 32-bit words"
     assert raised.value.remedy == f"The packed axis must be a multiple of {n}."
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_single_word_along_either_axis(bits: int):
+    codes = (torch.arange(32 // bits * 3).reshape(3, -1) % 2**bits).to(torch.uint8)
+    for axis, laid in ((1, codes), (0, codes.T.contiguous())):
+        words = pack_words(laid, bits, axis=axis)
+        assert 1 in words.shape
+        assert torch.equal(unpack_words(words, bits, axis=axis), laid)
+        assert torch.equal(unpack_words(words.T, bits, axis=1 - axis), laid.T)

@@ -123,6 +123,14 @@ def test_views_are_written_as_they_look(tmp_path: Path) -> None:
         assert torch.equal(file.read(name), tensor)
 
 
+def test_one_number_with_an_idle_stride(tmp_path: Path) -> None:
+    one = torch.arange(6, dtype=torch.int32).reshape(3, 2)[1:2, 1:2]
+    assert one.stride() == (2, 1) and one.T.is_contiguous()
+    write_shard(tmp_path / "a.safetensors", {"one": one.T, "same": one}, {})
+    file = ShardFile(tmp_path / "a.safetensors")
+    assert file.read("one").tolist() == file.read("same").tolist() == [[3]]
+
+
 def test_tensors_are_aligned_to_their_elements(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.safetensors", zoo(), {"k": "v"})
     for info in ShardFile(tmp_path / "a.safetensors").infos.values():

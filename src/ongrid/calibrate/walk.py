@@ -234,7 +234,7 @@ class _Walk:
         head = f"{path}." if path else ""
         tensors = {
             head + name: tensor if name in changed else self.source.original(head + name, tensor)
-            for name, tensor in _stored_state(module).items()
+            for name, tensor in stored_state(module).items()
         }
         record: dict[str, Any] = {
             "changed": [head + name for name in sorted(changed)],
@@ -314,7 +314,7 @@ def _hidden_layers(model: nn.Module, plan: Plan) -> Iterator[list[Any]]:
             place(model, path, layer)
 
 
-def _stored_state(module: nn.Module) -> dict[str, Tensor]:
+def stored_state(module: nn.Module) -> dict[str, Tensor]:
     """A module's state, with parameters that are one object under the first of their names only."""
     first = {name for name, _ in module.named_parameters()}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}

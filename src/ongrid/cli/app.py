@@ -1,4 +1,4 @@
-"""The commands: quantize, plan, inspect, score, verify."""
+"""The commands: quantize, adopt, plan, inspect, score, verify."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ongrid.adopt import adopt as run_adopt
 from ongrid.cli.progress import shown
 from ongrid.errors import OngridError
 from ongrid.quantize import plan as make_plan
@@ -87,6 +88,20 @@ def quantize(
 
 
 @app.command()
+def adopt(
+    model: Annotated[
+        str, typer.Argument(help="A folder or hub id that GPTQ or compressed-tensors wrote.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder for the artifact.")],
+    overwrite: Annotated[bool, typer.Option(help="Empty the output folder first.")] = False,
+) -> None:
+    """Take over a model that is quantized already, with its codes, scales and zeros."""
+    artifact = run_adopt(model, out, overwrite=overwrite)
+    _grids(artifact)
+    console.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
 def plan(model: Model, recipe: RecipeName = "int4_g64") -> None:
     """Show what a recipe means for a model. No weight is read."""
     chosen = make_plan(model, recipe)
@@ -99,13 +114,9 @@ def inspect(folder: Folder) -> None:
     """Show what an artifact holds and how it was made."""
     artifact = Artifact.open(folder)
     manifest = artifact.manifest
-    grids: dict[str, int] = {}
-    for entry in manifest.matrices.values():
-        grids[entry["grid"]] = grids.get(entry["grid"], 0) + 1
     _fact("recipe", manifest.recipe["name"])
     _fact("algorithm", _settings(manifest.algorithm))
-    for grid, count in sorted(grids.items()):
-        _fact("matrices", f"{count} on {grid}")
+    _grids(artifact)
     for path, why in sorted(manifest.kept.items())[:10]:
         _fact("kept float", f"{path} ({why})")
     _fact("size", f"{artifact.tensors().nbytes / 1e6:.1f} MB")
@@ -193,6 +204,14 @@ def _fact(name: str, value: str) -> None:
 def _settings(algorithm: dict[str, Any]) -> str:
     settings = ", ".join(f"{k}={v}" for k, v in algorithm.items() if k != "kind")
     return f"{algorithm['kind']}({settings})"
+
+
+def _grids(artifact: Artifact) -> None:
+    grids: dict[str, int] = {}
+    for entry in artifact.manifest.matrices.values():
+        grids[entry["grid"]] = grids.get(entry["grid"], 0) + 1
+    for grid, count in sorted(grids.items()):
+        _fact("matrices", f"{count} on {grid}")
 
 
 def _notes(artifact: Artifact) -> None:

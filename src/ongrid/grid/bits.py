@@ -94,7 +94,8 @@ def unpack_words(
     words: Int32[Tensor, "a b"], bits: int, *, axis: int = 1, interleave: tuple[int, ...] = ()
 ) -> UInt8[Tensor, "c d"]:
     """The inverse of `pack_words`."""
-    rows = words.transpose(axis, 1).contiguous().view(torch.uint8)
+    # Not `contiguous`: an axis of length 1 keeps any stride there, and then has no bytes to view.
+    rows = words.transpose(axis, 1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     codes = unpack(rows, bits, rows.shape[1] * 8 // bits)
     if interleave:
         places = torch.tensor(interleave, device=words.device).argsort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,19 +60,28 @@ def load_hollow(name: str | Path) -> Hollow:
     encoder-decoder, and for parameters that the files do not name.
     """
     folder = local_folder(name)
-    config = _config(folder)
+    _refuse_quantized(folder)
+    config = decoder_config(folder)
     shards = ShardFolder(folder)
+    model = hollow_model(config, shards)
+    return Hollow(model, ShardSource(model, shards, file_names(model, shards)), folder)
+
+
+def hollow_model(config: PreTrainedConfig, shards: ShardFolder) -> nn.Module:
+    """The float model of a config, with parameters on the meta device; no weight is read.
+
+    Its dtype is the config's, or else the one that most numbers of the files have.
+    """
     dtype = config.dtype or _common_dtype(shards)
     with (
         _random_states_kept(),
         clean_heap(),
         init_empty_weights(include_buffers=False),
-        _refused(folder, "no causal language model", "Give a decoder-only language model."),
+        _refused(shards.folder, "no causal language model", "Give a decoder-only language model."),
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # Outside the context, which makes a new parameter of everything it sees.
-    model.eval()
-    return Hollow(model, ShardSource(model, shards, _file_names(model, shards)), folder)
+    return model.eval()
 
 
 def load_model(name: str | Path) -> nn.Module:
@@ -150,16 +159,8 @@ def _itemsize(dtype: Any) -> int:
     return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
 
 
-def _config(folder: Path) -> PreTrainedConfig:
-    quantization = source_config(folder).get("quantization_config")
-    if quantization is not None:
-        named = isinstance(quantization, dict) and quantization.get("quant_method")
-        method = named or "an unknown method"
-        raise StoreError(
-            f"the model is quantized already ({method})",
-            where=str(folder),
-            remedy="Give the float model that it was made from.",
-        )
+def decoder_config(folder: Path) -> PreTrainedConfig:
+    """The config of a decoder-only model; `StoreError` for any other."""
     config = load_config(folder)
     if config.is_encoder_decoder:
         raise StoreError(
@@ -168,6 +169,18 @@ def _config(folder: Path) -> PreTrainedConfig:
             remedy="Only decoder-only models are walked so far.",
         )
     return config
+
+
+def _refuse_quantized(folder: Path) -> None:
+    quantization = source_config(folder).get("quantization_config")
+    if quantization is not None:
+        named = isinstance(quantization, dict) and quantization.get("quant_method")
+        method = named or "an unknown method"
+        raise StoreError(
+            f"the model is quantized already ({method})",
+            where=str(folder),
+            remedy="Give the float model that it was made from, or adopt this one (ongrid adopt).",
+        )
 
 
 def _common_dtype(shards: ShardFolder) -> torch.dtype:
@@ -179,17 +192,27 @@ def _common_dtype(shards: ShardFolder) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
-def _file_names(model: Any, shards: ShardFolder) -> dict[str, str]:
-    """The file's name of every parameter and persistent buffer, base-model prefixes resolved."""
+def spellings(model: Any, name: str) -> tuple[str, str, str]:
+    """How files may call what a model calls `name`, or the other way round: base models have no
+    prefix.
+    """
     prefix = f"{model.base_model_prefix}."
+    return name, name.removeprefix(prefix), prefix + name
+
+
+def file_names(model: Any, shards: ShardFolder, replaced: Collection[str] = ()) -> dict[str, str]:
+    """The file's name of every parameter and persistent buffer, base-model prefixes resolved.
+
+    Parameters in `replaced` are not looked for: the files hold something else in their place.
+    """
     names: dict[str, str] = {}
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
+        if name not in replaced:
+            aliases.setdefault(id(parameter), []).append(name)
     for name in model.state_dict():
-        spellings = (name, name.removeprefix(prefix), prefix + name)
-        found = next((s for s in spellings if s in shards.infos), None)
-        if found is not None:
+        found = next((s for s in spellings(model, name) if s in shards.infos), None)
+        if found is not None and name not in replaced:
             names[name] = found
     missing = []
     for spelled in aliases.values():

@@ -19,7 +19,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ongrid.errors import OngridError, StoreError, raise_all
 from ongrid.grid import Grid
 from ongrid.hf.load import PLAIN, TRANSPOSED
-from ongrid.nn import QuantizerSpec, find_linears, group_by_linear, insert_empty, quant_linears
+from ongrid.nn import (
+    WEIGHT,
+    QuantizerSpec,
+    find_linears,
+    group_by_linear,
+    insert_empty,
+    quant_linears,
+)
 from ongrid.store.shards import ShardFile, TensorInfo
 
 METHOD = "ongrid"
@@ -76,14 +83,17 @@ class OngridQuantizer(HfQuantizer):
         sites = find_linears(model, TRANSPOSED, PLAIN)
         config: Any = self.quantization_config
         specs = _present(config.specs(), model, sites)
-        insert_empty(model, specs, sites)
+        infos = _infos(model, checkpoint_files or [])
+        # Only the files know: an order that found no place would be dropped in silence.
+        ordered = {path for path in sites if f"{path}.{WEIGHT}.order" in infos}
+        insert_empty(model, specs, sites, ordered)
         self._stored = {
             name: (tuple(tensor.shape), tensor.dtype)
             for path in group_by_linear(specs)
             for name, tensor in model.get_submodule(path).state_dict(prefix=f"{path}.").items()
             if "_quantizer." in name
         }
-        _check_files(self._stored, model, checkpoint_files or [])
+        _check_files(self._stored, infos)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         # Some models ask the loader to widen parameters by name; narrowing back loses nothing.
@@ -130,8 +140,8 @@ def _present(
     return found
 
 
-def _check_files(expected: Mapping[str, Any], model: nn.Module, files: list[str]) -> None:
-    """The loader only warns of missing or unfit tensors; here that is an error."""
+def _infos(model: nn.Module, files: list[str]) -> dict[str, TensorInfo]:
+    """The tensors of files by this model's own names: a base model has no prefix."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     infos: dict[str, TensorInfo] = {}
     for shard in map(ShardFile, map(Path, files)):
@@ -143,9 +153,14 @@ def _check_files(expected: Mapping[str, Any], model: nn.Module, files: list[str]
                 remedy="Resume the Trainer from it, then `ongrid.merge(model, out)` and load that.",
             )
         infos |= shard.infos
+    return {name.removeprefix(prefix): info for name, info in infos.items()} | infos
+
+
+def _check_files(expected: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+    """The loader only warns of missing or unfit tensors; here that is an error."""
     problems: list[OngridError] = []
     for name, needed in expected.items():
-        info = infos.get(name) or infos.get(prefix + name)
+        info = infos.get(name)
         found = None if info is None else (info.shape, info.dtype)
         if found != needed:
             problems.append(

@@ -182,15 +182,23 @@ def insert(
 
 
 def insert_empty(
-    root: nn.Module, specs: Mapping[str, QuantizerSpec], sites: Mapping[str, LinearSite]
+    root: nn.Module,
+    specs: Mapping[str, QuantizerSpec],
+    sites: Mapping[str, LinearSite],
+    ordered: Collection[str] = (),
 ) -> None:
-    """As `insert`, with all-zero `CodedWeight`s, ready to load an artifact into."""
+    """As `insert`, with all-zero `CodedWeight`s, ready to load an artifact into.
+
+    `ordered` names the linears whose columns are stored with an order.
+    """
     for path, of_linear in group_by_linear(specs).items():
         old, bias = root.get_submodule(path).weight, root.get_submodule(path).bias
         assert isinstance(old, Tensor)
         assert bias is None or isinstance(bias, nn.Parameter)
         with torch.device(old.device):
-            weight = CodedWeight.empty(of_linear[WEIGHT].grid, sites[path].shape, old.dtype)
+            weight = CodedWeight.empty(
+                of_linear[WEIGHT].grid, sites[path].shape, old.dtype, ordered=path in ordered
+            )
             linear = _quant_linear(weight, bias, of_linear)
             for quantizer in (linear.input_quantizer, linear.output_quantizer):
                 if quantizer is not None:

@@ -422,8 +422,9 @@ def _memory(tensor: Tensor, where: str) -> memoryview:
         remedy = "Load a meta tensor, gather a sharded one, call `to_dense` on a sparse one."
         raise _error(where, f"has no memory to read ({tensor.layout}, {tensor.device})", remedy)
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # As bytes, because numpy knows neither bfloat16 nor float8.
-    return dense.reshape(-1).view(torch.uint8).numpy().data
+    # As bytes, because numpy knows neither bfloat16 nor float8. Strided by hand, because an axis of
+    # length 1 keeps any stride, and with a stride of 2 one number is no bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @contextmanager
