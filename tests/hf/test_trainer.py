@@ -316,6 +316,10 @@ def test_arguments_along_the_tokens_are_cut_and_others_stay_whole(tmp_path: Path
     (found,) = block_ap_batches(trainer, train_size=2, seqlen=2, batch_size=2)
     assert found["attention_mask"].tolist() == [[False, True], [True, True]]
     assert found["input_ids"].tolist() == [[trainer.model.config.pad_token_id, 1], [5, 6]]
+    trainer = given(tmp_path, batch)
+    trainer.model.config.pad_token_id = -1  # some configs say so, and no embedding has it
+    (found,) = block_ap_batches(trainer, train_size=2, seqlen=2, batch_size=2)
+    assert found["input_ids"].tolist() == [[0, 1], [5, 6]]
 
 
 def test_rows_that_hold_nothing_are_left_out_and_counted(tmp_path: Path):
