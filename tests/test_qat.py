@@ -113,7 +113,7 @@ def test_the_second_phase_alone(start: str, tmp_path: Path):
 def test_stopped_between_the_phases_and_in_the_second(tmp_path: Path):
     """The first phase is not run again, and the second goes on from its checkpoint, bit for bit."""
     folder = source(tmp_path / "source")
-    saves = {"save_strategy": "steps", "save_steps": 2}
+    saves = {"save_strategy": "steps", "save_steps": 2.0}
     whole = trainer(plain(folder), tmp_path / "whole", **saves)
     whole.train()
     part = trainer(plain(folder), tmp_path / "part", **saves)
@@ -172,9 +172,9 @@ def test_defaults_are_those_of_the_published_code(tmp_path: Path):
 
 REFUSED: dict[str, Any] = {
     "learning_rate": 5e-5, "weight_decay": 0.01, "push_to_hub": True,
-    "optim_target_modules": ["q_proj"], "phase": "both", "block_ap_train_size": 0,
+    "optim_target_modules": ["q_proj"], "block_ap_train_size": 0,
     "block_ap_seqlen": 0, "block_ap_batch_size": 0, "block_ap_epochs": -1,
-    "block_ap_min_lr_factor": 0.5, "block_ap_start": "awq", "quant_lr": -1.0,
+    "block_ap_min_lr_factor": 0.5, "quant_lr": -1.0,
     "weight_lr": math.nan, "e2e_lr": 0.0,
 }  # fmt: skip
 
@@ -199,9 +199,6 @@ def refused(match: str, model: Any, args: Any, recipe: Any = None, **more: Any) 
 
 def test_models_and_arguments_that_do_not_fit(tmp_path: Path):
     args = arguments(tmp_path / "run")
-    refused("no module", "a name", args, RECIPE)
-    refused("expected QATTrainingArguments", toy.build(),
-            TrainingArguments(str(tmp_path), use_cpu=True), RECIPE)  # fmt: skip
     refused("not quantized", toy.build(), args)
     refused("matches nothing", toy.build(), args, {"rules": [{"match": "nothing", "grid": None}]})
     model = toy.build()
@@ -209,6 +206,31 @@ def test_models_and_arguments_that_do_not_fit(tmp_path: Path):
     refused("an optimizer is given", model, args, RECIPE, optimizers=(optimizer, None))
     ongrid.quantize(model, RECIPE)
     refused("quantized already", model, args, RECIPE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_types_are_refused_where_nothing_checks_types(tmp_path: Path):
+    """In a process of its own: here the tests' own type checks would be first."""
+    program = f"""if True:
+        from transformers import TrainingArguments
+        from ongrid.errors import OngridError
+        from ongrid.qat import QATTrainer, QATTrainingArguments
+        out = {str(tmp_path / "run")!r}
+        found = []
+        for make in (
+            lambda: QATTrainingArguments(out, use_cpu=True, phase="both"),
+            lambda: QATTrainingArguments(out, use_cpu=True, block_ap_start="awq"),
+            lambda: QATTrainer("name", TrainingArguments(out, use_cpu=True), "int4_g64"),
+        ):
+            try:
+                make()
+            except OngridError as error:
+                found.append(str(error))
+        assert "no phase is called 'both'" in found[0], found
+        assert "no block_ap_start is called 'awq'" in found[1], found
+        assert "no module" in found[2] and "expected QATTrainingArguments" in found[2], found
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
     assert not (tmp_path / "run").exists()
 
 

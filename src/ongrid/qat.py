@@ -35,7 +35,7 @@ from ongrid.nn import quant_linears
 from ongrid.quantize import plan, quantize
 from ongrid.recipe import Plan, Recipe
 from ongrid.tune.merge import MergeProof
-from ongrid.tune.method import Peqa, attach, parameter_groups, trained
+from ongrid.tune.method import Peqa, attach, parameter_groups
 
 Phase = Literal["block_ap", "e2e_qp"]
 
@@ -207,7 +207,7 @@ class QATTrainer(Trainer):
         if not linears and quant_config is None:
             remedy = "Give `quant_config`, such as int4_g64, or load an artifact."
             problems.append(ConfigError("the model is not quantized", remedy=remedy))
-        elif not linears and isinstance(model, nn.Module):
+        elif quant_config is not None and not linears and isinstance(model, nn.Module):
             try:
                 self._recipe = Recipe.load(quant_config)
                 found = _bits(plan(model, self._recipe))
@@ -228,7 +228,8 @@ class QATTrainer(Trainer):
             self._source = Path(str(given.output_dir)) / BLOCK_AP_FOLDER
             self._quantize(model, self._recipe, self._source)
             self._recipe = None
-        if not trained(model):
+        weights = [linear.weight_quantizer for linear in quant_linears(model).values()]
+        if not any(True for weight in weights for _ in weight.parameters()):
             attach(model, self._method)
         result = super().train(*args, **kwargs)
         self.proof = self._watch.proof

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,7 @@ class Chain:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (lives as we do)
+                weakref.finalize(self, self._file.close)
             _write_all(self._file.fileno(), data, offset)
         except OSError as error:
             raise self._refused("written", error) from error
