@@ -94,15 +94,16 @@ def test_training_lowers_the_loss_and_moves_codes(name: str):
 @each
 def test_what_makes_a_layer_worse_is_undone(name: str):
     """Steps that are far too large: plain rounding is left, and norms as they were."""
-    wild = {"block_ap": ongrid.BlockAp(weight_lr=10.0, quant_lr=10.0), "signround": None}[name]
-    wild = wild or ongrid.SignRound(iters=1, lr=1.0, range_lr=1.0)
+    wild = {
+        "block_ap": ongrid.BlockAp(weight_lr=10.0, quant_lr=10.0),
+        "signround": ongrid.SignRound(iters=3, lr=1.0, range_lr=1.0),
+    }[name]
     expected, replay = scene()
     plain = state(expected)
     layer, replay = scene()
     notes = wild.run(layer, replay)
     note = next(iter(notes.values()))
-    if note["loss_trained"] < note["loss_start"]:
-        pytest.skip("one step of this size happened to help") if name == "signround" else None
+    assert note["loss_trained"] >= note["loss_start"]
     assert same(state(layer), plain)
 
 
