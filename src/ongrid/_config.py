@@ -58,6 +58,29 @@ def from_plain(plain: Mapping[str, Any], table: Table) -> Any:
     return build(table[plain["kind"]], {k: v for k, v in plain.items() if k != "kind"})
 
 
+def parse(text: str, table: Table) -> Any:
+    """The settings object that `name` or `name:field=value,field=value` stands for."""
+    name, _, settings = text.partition(":")
+    values: dict[str, Any] = {}
+    for pair in filter(None, settings.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} is not a setting", where=text, remedy="Write name=value.")
+        values[key.strip()] = _value(value.strip())
+    return build(table[name], values)
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
 def build(cls: type, values: Mapping[str, Any]) -> Any:
     """`cls(**values)` with every field name and type checked."""
     fields = {f.name: f for f in dataclasses.fields(cls)}

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ongrid._config import Table, build
+from ongrid._config import Table, parse
 from ongrid.calibrate.replay import Propagation, Replay
-from ongrid.errors import CalibrationError, ConfigError
+from ongrid.errors import CalibrationError
 from ongrid.nn import WEIGHT, QuantizerSpec
 
 Notes = dict[str, dict[str, Any]]
@@ -64,27 +64,9 @@ ALGORITHMS = Table(
 
 def parse_algorithm(text: str) -> AbstractAlgorithm:
     """An algorithm from `gptq` or `gptq:damp=0.05,act_order=true`."""
-    name, _, settings = text.partition(":")
-    values: dict[str, Any] = {}
-    for pair in filter(None, settings.split(",")):
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"{pair!r} is not a setting", where=text, remedy="Write name=value.")
-        values[key.strip()] = _value(value.strip())
-    return build(ALGORITHMS[name], values)
+    return parse(text, ALGORITHMS)
 
 
 def static_activations(specs: Mapping[str, QuantizerSpec]) -> list[str]:
     """Paths of the quantizers whose range only data can tell."""
     return [p for p, s in specs.items() if not p.endswith(WEIGHT) and not s.dynamic]
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

@@ -3,7 +3,13 @@
 The engine of the algorithms that train block by block. The layer is fed what the quantized layers
 before it put out, and its output is drawn to what the float layer puts out on the float chain:
 
-    loss = mean over tokens and features of (layer(h_quantized) - layer_float(h_float))^2
+    e = layer(h_quantized) - layer_float(h_float)                for each token
+    loss = mean over tokens of |e|^2 / features                  "mse"
+    loss = mean over tokens of |e|^2 / |layer_float(h_float)|^2  "relative"
+
+The published algorithms take the first. In models with massive activations a handful of tokens, a
+hundred times as long as the others, makes up nearly all of it; the second gives every token the
+weight that the next layer's norm will give it.
 
 A step is one calibration batch, in the order of the set. Batches and targets are read from the
 replay when their step comes, so memory does not grow with the set. An algorithm brings what it
@@ -33,6 +39,8 @@ from ongrid.errors import CalibrationError, ConfigError, NonFiniteError
 from ongrid.nn import LatentWeight, QuantizerSpec, held, quant_linears
 
 Start = Literal["rtn", "mse", "gptq"]
+
+Loss = Literal["mse", "relative"]
 
 Weights = Mapping[str, LatentWeight]
 """The weights of one layer that have a grid, by the path of their linear."""
@@ -83,9 +91,10 @@ class AbstractBlockwise(AbstractAlgorithm):
     """What all training of single layers has in common.
 
     `start`: plain rounding, the ranges of least squared error, or GPTQ's scales and compensated
-    weights. `clip`: the largest norm of a step's gradient. `validation`: share of the batches, from
-    the end of the set, that is not trained on but judges after each pass over the others; the best
-    pass is kept, and training ends after `patience` passes (0: never) without a better one.
+    weights. `loss`: see this module. `clip`: the largest norm of a step's gradient. `validation`:
+    share of the batches, from the end of the set, that is not trained on but judges after each pass
+    over the others; the best pass is kept, and training ends after `patience` passes (0: never)
+    without a better one.
     `autocast`: products in bfloat16 while training, for a float32 model.
 
     The result is never worse on the batches that judge (without `validation`: on all of them) than
@@ -93,6 +102,7 @@ class AbstractBlockwise(AbstractAlgorithm):
     """
 
     start: Start = "rtn"
+    loss: Loss = "mse"
     clip: float | None = None
     validation: float = 0.0
     patience: int = 0
@@ -137,7 +147,8 @@ class AbstractBlockwise(AbstractAlgorithm):
         notes = self._begin(layer, replay)
         if targets is None:  # nothing to train, or outside the layers
             return notes
-        judge = _Judge(_Task(layer, replay, targets, self.autocast), self.validation)
+        task = _Task(layer, replay, targets, self.autocast, relative=self.loss == "relative")
+        judge = _Judge(task, self.validation)
         weights = {path: _trainable(weight) for path, weight in _weights(layer).items()}
         losses = {}
         if self.start != "rtn":
@@ -176,15 +187,23 @@ class _Task:
     replay: Replay
     targets: Chain
     autocast: bool
+    relative: bool
 
     def squares(self, batch: int) -> Float[Tensor, "tokens features"]:
-        """Squared errors of the output for a batch, float32, padding left out."""
+        """Squared errors of the output for a batch, float32, padding left out; their mean is the
+        loss.
+        """
         with held(self.layer):
             out = self.replay.run(self.layer, batch)
         exact, keep = self.targets[batch], self.replay.found.keep[batch]
         if keep is not None:
             out, exact = out[keep], exact[keep]
-        return (out.float() - exact.float()).square().flatten(0, -2)
+        exact = exact.float()
+        squares = (out.float() - exact).square()
+        if self.relative:
+            size = exact.square().mean(-1, keepdim=True)
+            squares = squares / size.clamp_min(torch.finfo(torch.float32).tiny)
+        return squares.flatten(0, -2)
 
     def gradients(
         self, batch: int, leaves: Sequence[nn.Parameter]

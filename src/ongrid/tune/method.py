@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Generator, nn
 
-from ongrid._config import Table
+from ongrid._config import Table, parse
 from ongrid.errors import ConfigError, OngridError, StructureError, raise_all
 from ongrid.nn import AbstractWeight, CodedWeight, QuantLinear, quant_linears
 
@@ -41,6 +41,11 @@ METHODS = Table(
     "tuning method",
     {"peqa": "ongrid.tune.method:Peqa", "qalora": "ongrid.tune.qalora:QaLora"},
 )
+
+
+def parse_method(text: str) -> AbstractMethod:
+    """A method from `qalora` or `qalora:rank=8,scales=true`."""
+    return parse(text, METHODS)
 
 
 @dataclass(frozen=True)
