@@ -222,6 +222,13 @@ def test_batches_keep_to_the_budget_and_pad_only_where_lengths_differ():
         assert [len(batch["input_ids"]) for batch in found] == sizes
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (9, [3, 2])])
+def test_a_batch_has_no_more_rows_than_asked_for(most: int, sizes: list[int]):
+    """Nor more than fit its bytes."""
+    found = made([[1] * 8] * 5, hidden_bytes=10, batch_bytes=240, batch_rows=most)
+    assert [len(batch["input_ids"]) for batch in found] == sizes
+
+
 def test_reading_stops_at_the_rows_asked_for():
     def endless():
         while True:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ongrid.adopt import adopt as run_adopt
+from ongrid.calibrate.algorithm import ALGORITHMS
 from ongrid.cli.progress import shown
 from ongrid.errors import OngridError
 from ongrid.quantize import plan as make_plan
@@ -54,7 +55,8 @@ def quantize(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the artifact.")],
     recipe: RecipeName = "int4_g64",
     algorithm: Annotated[
-        str, typer.Option("--algorithm", "-a", help="rtn, max, mse, gptq; gptq:damp=0.05")
+        str,
+        typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}; gptq:damp=0.05"),
     ] = "gptq",
     data: Annotated[
         str | None,
@@ -62,6 +64,10 @@ def quantize(
     ] = None,
     seqlen: Seqlen = 512,
     rows: Rows = 64,
+    batch_rows: Annotated[
+        int | None,
+        typer.Option(help="Rows in a batch, which is a step of what trains.", min=1),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Empty the output folder first.")] = False,
     accept: Annotated[
         list[str] | None,
@@ -72,7 +78,11 @@ def quantize(
     chosen = make_plan(model, recipe)
     console.print(chosen.explain(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{chosen.bits_per_weight:.3f} bits per quantized weight", highlight=False)
-    batches = None if data is None else _Lazy(model, data, seqlen, rows)
+    batches = (
+        None
+        if data is None
+        else _Lazy(model, data, seqlen=seqlen, rows=rows, batch_rows=batch_rows)
+    )
     with shown(console, escape(f"{Path(recipe).stem} {algorithm}")) as on_progress:
         run_quantize(
             model,
@@ -188,13 +198,13 @@ def print_scores(rows: dict[str, tuple[Any, int]], title: str) -> None:
 class _Lazy:
     """Calibration batches that are tokenised when they are read, after all checks have passed."""
 
-    def __init__(self, model: str, data: str, seqlen: int, rows: int) -> None:
-        self.model, self.data, self.seqlen, self.rows = model, data, seqlen, rows
+    def __init__(self, model: str, data: str, **sizes: Any) -> None:
+        self.model, self.data, self.sizes = model, data, sizes
 
     def __iter__(self) -> Any:
         from ongrid.hf import calibration_batches
 
-        return iter(calibration_batches(self.model, self.data, seqlen=self.seqlen, rows=self.rows))
+        return iter(calibration_batches(self.model, self.data, **self.sizes))
 
 
 def _fact(name: str, value: str) -> None:
@@ -220,7 +230,7 @@ def _notes(artifact: Artifact) -> None:
     for record in artifact.records().values():
         for note in record["notes"].values():
             for name, value in note.items():
-                if isinstance(value, int) and name != "tokens" and value:
+                if isinstance(value, int) and name not in ("tokens", "steps") and value:
                     totals[name] = totals.get(name, 0) + value
                 elif name == "rounded_plainly":
                     totals["matrices rounded plainly"] = (

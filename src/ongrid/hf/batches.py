@@ -65,6 +65,7 @@ def batches(
     hidden_bytes: int,
     rows: int | None = None,
     batch_bytes: int = 80 << 20,
+    batch_rows: int | None = None,
     vocab_size: int | None = None,
 ) -> Batches:
     """The first `rows` usable rows of `data` (None: all), in batches within a byte budget.
@@ -74,14 +75,14 @@ def batches(
     with `input_ids` (and `attention_mask`), `messages` or `text`; ids [n, T] are n rows. Given ids
     are used as they are, but for the masked positions at either end, which are cut off. Longest
     rows come first, equal ones in the order of the data. A batch is padded on the right to its
-    longest row T and has max(1, batch_bytes // (T * hidden_bytes)) rows; `hidden_bytes` are the
-    bytes of one token's activations in one layer. Ids must be below `vocab_size`, by default the
-    tokenizer's. Without texts the tokenizer may be None.
+    longest row T and has max(1, batch_bytes // (T * hidden_bytes)) rows, or `batch_rows` if they
+    are fewer; `hidden_bytes` are the bytes of one token's activations in one layer. Ids must be
+    below `vocab_size`, by default the tokenizer's. Without texts the tokenizer may be None.
 
     Raises `CalibrationError` for fewer than `rows` usable rows, a text shorter than one window, ids
     outside the vocabulary, masks that do not fit their ids, and data that cannot be read.
     """
-    _check_positive(seqlen=seqlen, hidden_bytes=hidden_bytes, rows=rows)
+    _check_positive(seqlen=seqlen, hidden_bytes=hidden_bytes, rows=rows, batch_rows=batch_rows)
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     name = str(data) if isinstance(data, str | Path) else "calibration data"
@@ -105,11 +106,16 @@ def batches(
             where=name,
             remedy=f"Ask for {len(usable) or 'fewer'} rows, or give more text or token ids.",
         )
-    return _grouped(usable, batch_bytes // hidden_bytes, blank)
+    return _grouped(usable, batch_bytes // hidden_bytes, batch_rows, blank)
 
 
 def calibration_batches(
-    model: str | Path, data: str | Path, *, seqlen: int, rows: int | None
+    model: str | Path,
+    data: str | Path,
+    *,
+    seqlen: int,
+    rows: int | None,
+    batch_rows: int | None = None,
 ) -> Batches:
     """Batches of `data` for the model in a folder: its tokenizer, its vocabulary, its sizes.
 
@@ -130,6 +136,7 @@ def calibration_batches(
         seqlen=seqlen,
         hidden_bytes=hidden_bytes,
         rows=rows,
+        batch_rows=batch_rows,
         vocab_size=vocab_size,
     )
 
@@ -274,13 +281,16 @@ def _row(ids: Tensor, mask: Tensor, seqlen: int, vocab_size: int | None) -> _Row
     return _Row(ids, mask)
 
 
-def _grouped(rows: list[_Row], tokens_per_batch: int, blank: int) -> Batches:
+def _grouped(
+    rows: list[_Row], tokens_per_batch: int, rows_per_batch: int | None, blank: int
+) -> Batches:
     ordered = sorted(rows, key=lambda row: -len(row.ids))
     made: list[dict[str, Tensor]] = []
     start = 0
     while start < len(ordered):
         longest = len(ordered[start].ids)
-        group = ordered[start : start + max(1, tokens_per_batch // longest)]
+        fitting = max(1, tokens_per_batch // longest)
+        group = ordered[start : start + min(fitting, rows_per_batch or fitting)]
         ids, mask = (torch.zeros(len(group), longest, dtype=torch.int64) for _ in range(2))
         for i, row in enumerate(group):
             ids[i, : len(row.ids)], mask[i, : len(row.ids)] = row.ids, row.mask
