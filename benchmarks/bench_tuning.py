@@ -4,11 +4,15 @@
     python benchmarks/bench_tuning.py --published     # those of the published codes
     python benchmarks/bench_tuning.py --quick         # 2 bits and little data: some minutes
     python benchmarks/bench_tuning.py --memory        # peak memory of Block-AP over rows
+    python benchmarks/bench_tuning.py --autoround PYTHON   # AutoRound's own row beside ours
 
 Every row is a process of its own and is saved when it ends, in out/tuning/SETTING/ROW.json; a rerun
-does what is missing. Calibration text and scoring text are parts of Python's own documentation that
-do not overlap. A tuned row is scored before it is merged, and again from the merged artifact's
-files; both scores must be equal to the last bit, or the row fails.
+does what is missing. Calibration text is a part of Python's own documentation; scores are taken on
+another part, or on the text of --text. A tuned row is scored before it is merged, and again from
+the merged artifact's files; both scores must be equal to the last bit, or the row fails.
+
+AutoRound needs an environment of its own, whose interpreter --autoround names. It reads the same
+rows, and its decoded weights are scored here like every other row.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +45,17 @@ class Case:
     start: str | None = None
     method: str | None = None
     steps: int = 0
+    recipe: str = "int{bits}_g64"
 
 
 @dataclass(frozen=True)
 class Data:
-    """How much calibration and scoring text; `grid` completes a recipe's name."""
+    """How much calibration and scoring text; scored on the file `text`, or on documentation."""
 
     rows: int = 64
     tokens: int = 512
-    windows: int = 16
+    windows: int = 24
+    text: str | None = None
 
 
 def published(bits: int) -> list[Case]:
@@ -67,27 +73,34 @@ def published(bits: int) -> list[Case]:
 
 
 def recommended(bits: int) -> list[Case]:
-    """What a sweep found for this amount of data."""
-    signround = "signround:iters=50,start=gptq"
-    block_ap = "block_ap:start=gptq,epochs=4,weight_lr=1e-4,quant_lr=1e-4"
+    """What a sweep found for this amount of data: 64 rows, and 200 steps of 1,024 tokens."""
+    signround = "signround:iters=80,loss=relative,start=mse"
+    block_ap = "block_ap:epochs=3,weight_lr=1e-4,quant_lr=1e-4,loss=relative,start=mse"
     return [
         Case("rtn", bits, "rtn"),
         Case("gptq", bits, "gptq"),
         Case("signround", bits, signround),
         Case("block_ap", bits, block_ap),
         Case("block_ap+e2e_qp", bits, start="block_ap", method="peqa:lr=1e-4", steps=200),
-        Case("gptq+peqa", bits, start="gptq", method="peqa:lr=1e-4", steps=200),
-        Case("gptq+qalora", bits, start="gptq", method="qalora", steps=200),
+        Case("signround+peqa", bits, start="signround", method="peqa:lr=1e-4", steps=200),
+        Case("signround_shift", bits, signround, recipe="int{bits}_g64_shift"),
+        Case("signround_shift+qalora", bits, start="signround_shift", method="qalora", steps=200),
     ]
 
 
 def quick(bits: int) -> list[Case]:
     """The recommended rows with few steps."""
-    few = {"signround": "signround:iters=12,start=gptq"}
-    few["block_ap"] = "block_ap:start=gptq,epochs=2,weight_lr=1e-4,quant_lr=1e-4"
+    few = {
+        "signround": "signround:iters=12,loss=relative,start=mse",
+        "block_ap": "block_ap:epochs=2,weight_lr=1e-4,quant_lr=1e-4,loss=relative,start=mse",
+    }
     return [
-        Case(c.name, bits, few.get(c.name, c.algorithm), c.batch, c.start, c.method, c.steps and 16)
-        for c in recommended(bits)
+        replace(
+            case,
+            algorithm=few.get(case.name.removesuffix("_shift"), case.algorithm),
+            steps=case.steps and 16,
+        )
+        for case in recommended(bits)
     ]
 
 
@@ -99,6 +112,8 @@ def main() -> int:
     parser.add_argument("--memory", action="store_true", help="peak memory of Block-AP over rows")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
     parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--text", help="a file whose text is scored")
+    parser.add_argument("--autoround", metavar="PYTHON", help="an interpreter that has auto-round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -110,9 +125,11 @@ def main() -> int:
     from smollm2 import fetch
 
     setting, cases = ("published", published) if options.published else ("recommended", recommended)
-    data, bits = Data(), options.bits
+    data, bits = Data(text=options.text), options.bits
     if options.quick:
-        setting, cases, data, bits = "quick", quick, Data(16, 256, 8), [2]
+        setting, cases, data, bits = "quick", quick, Data(16, 256, 8, options.text), [2]
+    if options.autoround:
+        setting, cases = "autoround", lambda bits: [Case("autoround", bits, options.autoround)]
     source, done = str(fetch()), []
     for case in (case for b in bits for case in cases(b)):
         if options.only is None or case.name in options.only:
@@ -130,16 +147,17 @@ def _row(case: Case, data: Data, source: str, folder: Path) -> dict[str, Any]:
         if known["asked"] == asked:
             return known
     folder.mkdir(parents=True, exist_ok=True)
-    found = _measured("row", {"source": source, "folder": str(folder), **asked})
+    worker = "autoround" if case.name == "autoround" else "row"
+    found = _measured(worker, {"source": source, "folder": str(folder), **asked})
     row = {"asked": asked, **found}
     if "failed" not in row:
         file.write_text(json.dumps(row, indent=2) + "\n")
     return row
 
 
-def _measured(worker: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _measured(worker: str, arguments: Any, python: str = sys.executable) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, __file__, "--worker", worker],
+        [python, __file__, "--worker", worker],
         input=json.dumps(arguments),
         capture_output=True,
         text=True,
@@ -159,6 +177,7 @@ def row(source: str, folder: str, case: dict[str, Any], data: dict[str, Any]) ->
     from transformers.utils import logging
 
     import ongrid
+    from ongrid.hf import text
 
     logging.disable_progress_bar()
     asked, amount = Case(**case), Data(**data)
@@ -166,11 +185,11 @@ def row(source: str, folder: str, case: dict[str, Any], data: dict[str, Any]) ->
     begun, begun_cpu = time.perf_counter(), time.process_time()
     found: dict[str, Any] = {}
     if asked.start is None:
-        ids = _windows(source, amount.tokens, amount.rows, scoring=False)
+        ids = _windows(source, amount.tokens, text.calibration_text(), amount.rows)
         batches = [{"input_ids": part} for part in ids.split(asked.batch)]
         ongrid.quantize(
-            source, f"int{asked.bits}_g64", batches, algorithm=str(asked.algorithm), out=out,
-            overwrite=True,
+            source, asked.recipe.format(bits=asked.bits), batches,
+            algorithm=str(asked.algorithm), out=out, overwrite=True,
         )  # fmt: skip
         model = None
     else:
@@ -180,7 +199,7 @@ def row(source: str, folder: str, case: dict[str, Any], data: dict[str, Any]) ->
         "cpu_seconds": time.process_time() - begun_cpu,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    ids = _windows(source, amount.tokens, amount.windows, scoring=True)
+    ids = _scored(source, amount)
     if model is not None:
         found["unmerged"] = _score(model, source, ids)
         proof = ongrid.merge(model, out, overwrite=True)
@@ -196,6 +215,7 @@ def _tuned(source: str, artifact: Path, case: Case) -> tuple[Any, dict[str, Any]
     import torch
 
     import ongrid
+    from ongrid.hf import text
     from ongrid.nn import quant_linears
     from ongrid.tune.method import parse_method
     from ongrid.tune.qalora import ShiftedWeight
@@ -205,7 +225,7 @@ def _tuned(source: str, artifact: Path, case: Case) -> tuple[Any, dict[str, Any]
     ongrid.attach(model, method)
     optimizer = torch.optim.AdamW(ongrid.parameter_groups(model, method))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.steps)
-    ids = _windows(source, TUNED_TOKENS, None, scoring=False)
+    ids = _windows(source, TUNED_TOKENS, text.calibration_text(), None)
     losses = []
     model.train()
     for step in range(case.steps):
@@ -237,13 +257,19 @@ def _score(model: Any, source: str, ids: Any) -> dict[str, float]:
     return {"perplexity": found.perplexity, "kl": found.kl}
 
 
-def _windows(source: str, tokens: int, rows: int | None, *, scoring: bool) -> Any:
+def _windows(source: str, tokens: int, read: str, rows: int | None) -> Any:
     from transformers import AutoTokenizer
 
-    from ongrid.hf import text, windows
+    from ongrid.hf import windows
 
-    read = text.scoring_text if scoring else text.calibration_text
-    return windows(read(), AutoTokenizer.from_pretrained(source), tokens, rows)
+    return windows(read, AutoTokenizer.from_pretrained(source), tokens, rows)
+
+
+def _scored(source: str, amount: Data) -> Any:
+    from ongrid.hf import text
+
+    read = text.scoring_text() if amount.text is None else Path(amount.text).read_text()
+    return _windows(source, amount.tokens, read, amount.windows)
 
 
 def _bits_per_weight(folder: Path) -> float:
@@ -253,6 +279,51 @@ def _bits_per_weight(folder: Path) -> float:
     matrices = ongrid.Artifact.open(folder).manifest.matrices.values()
     bits = sum(Grid.parse(m["grid"]).stored_bits(tuple(m["shape"])) for m in matrices)
     return bits / sum(m["shape"][0] * m["shape"][1] for m in matrices)
+
+
+def autoround(source: str, folder: str, case: dict[str, Any], data: dict[str, Any]) -> Any:
+    """AutoRound's row: 50 iterations, batches of 4, the calibration rows of the other rows."""
+    import torch
+
+    from ongrid.hf import load_model, text
+
+    asked, amount = Case(**case), Data(**data)
+    with tempfile.TemporaryDirectory() as place:
+        ids = _windows(source, amount.tokens, text.calibration_text(), amount.rows)
+        torch.save(ids, f"{place}/rows.pt")
+        arguments = {"source": source, "bits": asked.bits, "batch": asked.batch, "place": place}
+        found = _measured("autoround_alone", arguments, str(asked.algorithm))
+        if "failed" in found:
+            raise SystemExit(found["failed"])
+        model = load_model(f"{place}/model")
+        return {**found, "merged": _score(model, source, _scored(source, amount))}
+
+
+def autoround_alone(source: str, bits: int, batch: int, place: str) -> dict[str, Any]:
+    """What runs in AutoRound's environment, without ongrid: leaves decoded weights."""
+    import torch
+    from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = torch.load(f"{place}/rows.pt")
+    rows: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    rounder = AutoRound(
+        model, AutoTokenizer.from_pretrained(source), scheme="W4A16", bits=bits, group_size=64,
+        sym=False, dataset=torch.utils.data.DataLoader(rows, batch_size=batch), iters=50,
+        seqlen=ids.shape[1], nsamples=len(ids), batch_size=batch, device_map="cpu",
+        enable_torch_compile=False,
+    )  # fmt: skip
+    rounded, _ = rounder.quantize()
+    found = {
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": time.process_time() - begun_cpu,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "bits_per_weight": bits + (16 + bits) / 64,
+    }
+    rounded.float().save_pretrained(f"{place}/model")
+    return found
 
 
 def block_ap_peak(rows: int, tokens: int) -> dict[str, Any]:
@@ -276,7 +347,12 @@ def block_ap_peak(rows: int, tokens: int) -> dict[str, Any]:
     return {"peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-_WORKERS = {"row": row, "block_ap_peak": block_ap_peak}
+_WORKERS = {
+    "row": row,
+    "autoround": autoround,
+    "autoround_alone": autoround_alone,
+    "block_ap_peak": block_ap_peak,
+}
 
 
 def memory() -> int:
@@ -297,10 +373,10 @@ def _show(row: dict[str, Any], *, header: bool) -> None:
     case = row["asked"]["case"]
     if header:
         print(
-            f"{'row':<18}{'bits':>5}{'bpw':>7}{'PPL':>11}{'KL':>9}{'loss':>17}{'moved':>8}"
+            f"{'row':<24}{'bits':>5}{'bpw':>7}{'PPL':>11}{'KL':>9}{'loss':>17}{'moved':>8}"
             f"{'seconds':>9}{'CPU s':>8}{'RSS MB':>8}"
         )
-    name = f"{case['name']:<18}{case['bits']:>5}"
+    name = f"{case['name']:<24}{case['bits']:>5}"
     if "failed" in row:
         print(f"{name} FAILED\n{row['failed']}", flush=True)
         return

@@ -33,14 +33,19 @@ from ongrid.grid.grid import (
     spread,
 )
 
+# Compilers keep graphs on disk under the names of the ops in them, and a graph holds what a
+# gradient was traced to. So the names change whenever a schema or a gradient of an op does: a graph
+# that an earlier ongrid left on a machine is then never run by this one.
+NAMESPACE = "ongrid_2"
 
-@torch.library.custom_op("ongrid::encode", mutates_args=())
+
+@torch.library.custom_op(f"{NAMESPACE}::encode", mutates_args=())
 def encode(w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str) -> Tensor:
     """Codes of w as float32 `[out in]`, from float32 scales `[R C]` and stored zeros."""
     return encode_values(Grid.parse(grid), w, s, z, order).contiguous()
 
 
-@torch.library.custom_op("ongrid::decode", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::decode", mutates_args=())
 def decode(
     q: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str, dtype: torch.dtype
 ) -> Tensor:
@@ -48,7 +53,7 @@ def decode(
     return decode_values(Grid.parse(grid), q, s, z, order, dtype).contiguous()
 
 
-@torch.library.custom_op("ongrid::store_scale", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::store_scale", mutates_args=())
 def store_scale(s: Tensor, grid: str) -> Tensor:
     """Scales `[R C]` rounded to their stored dtype, as float32; the gradient passes straight
     through.
@@ -63,7 +68,7 @@ def store_scale(s: Tensor, grid: str) -> Tensor:
     return s.float().clamp(least, most).to(parsed.scale).float().contiguous()
 
 
-@torch.library.custom_op("ongrid::store_zero", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::store_zero", mutates_args=())
 def store_zero(z: Tensor, grid: str) -> Tensor:
     """Zeros `[R C]` in their stored form, as float32; the gradient passes straight through.
 
@@ -81,7 +86,7 @@ def _stored_zero(grid: Grid, z: Tensor) -> Tensor:
     return stored.to(torch.float32, copy=True).contiguous()
 
 
-@torch.library.custom_op("ongrid::low_rank", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::low_rank", mutates_args=())
 def low_rank(b: Tensor, a: Tensor, factor: float) -> Tensor:
     """factor * (b a) `[R C]`, float32, for b `[R rank]` and a `[rank C]`.
 
@@ -94,7 +99,7 @@ def low_rank(b: Tensor, a: Tensor, factor: float) -> Tensor:
     return total.mul_(factor)
 
 
-@torch.library.custom_op("ongrid::move_zero", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::move_zero", mutates_args=())
 def move_zero(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
     """Stored zeros after all weights of a block went up by `steps` `[R C]` steps of size s, as
     float32; the gradient passes straight through rounding and clamping.
@@ -106,14 +111,14 @@ def move_zero(z: Tensor, steps: Tensor, s: Tensor, grid: str) -> Tensor:
     return _stored_zero(parsed, moved)
 
 
-@torch.library.custom_op("ongrid::offset", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::offset", mutates_args=())
 def offset(w: Tensor, o: Tensor, s: Tensor) -> Tensor:
     """w + o * s, float32 `[out in]`: weights moved by offsets in steps of the grid."""
     steps = grouped(o.float().contiguous(), *block_counts(s, None)) * spread(s, None)
     return steps.reshape(w.shape).add_(w.float())
 
 
-@torch.library.custom_op("ongrid::shrink", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::shrink", mutates_args=())
 def shrink(
     s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
 ) -> tuple[Tensor, Tensor]:
@@ -141,13 +146,13 @@ def _shrunk(
     return s_new, z_new, by_up, by_down
 
 
-@torch.library.custom_op("ongrid::positive", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::positive", mutates_args=())
 def positive(q: Tensor, grid: str) -> Tensor:
     """Positive scales' codes on their own grid; the gradient passes straight through."""
     return Grid.parse(grid).positive_codes(q).contiguous()
 
 
-@torch.library.custom_op("ongrid::snap", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::snap", mutates_args=())
 def snap(x: Tensor, grid: str) -> Tensor:
     """x `[out in]` rounded to a grid fitted to x itself; the gradient passes straight through.
 
@@ -156,7 +161,7 @@ def snap(x: Tensor, grid: str) -> Tensor:
     return Grid.parse(grid).snap(x).contiguous()
 
 
-@torch.library.custom_op("ongrid::unpack", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::unpack", mutates_args=())
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """Codes uint8 `[out n]` from their packed bytes `[out bytes]`."""
     return bit_unpack(packed, bits, n)
@@ -225,7 +230,7 @@ def _(x: Tensor, grid: str) -> Tensor:
 # copies: their order, and so their last digit, would follow the layout otherwise.
 
 
-@torch.library.custom_op("ongrid::encode_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::encode_backward", mutates_args=())
 def encode_backward(
     dv: Tensor, w: Tensor, s: Tensor, z: Tensor | None, order: Tensor | None, grid: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,7 +253,7 @@ def encode_backward(
     return dw, -_reduced(u.mul_(d), s, order) / s, dz
 
 
-@torch.library.custom_op("ongrid::decode_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::decode_backward", mutates_args=())
 def decode_backward(
     dw: Tensor,
     q: Tensor,
@@ -275,14 +280,14 @@ def decode_backward(
     return dq, _reduced(d * v, s, order), dz
 
 
-@torch.library.custom_op("ongrid::low_rank_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::low_rank_backward", mutates_args=())
 def low_rank_backward(d: Tensor, b: Tensor, a: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Gradients of b and a."""
     d = d.float().contiguous() * factor
     return (d @ a.float().T).to(b.dtype), (b.float().T @ d).to(a.dtype)
 
 
-@torch.library.custom_op("ongrid::move_zero_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::move_zero_backward", mutates_args=())
 def move_zero_backward(
     d: Tensor, steps: Tensor, s: Tensor, grid: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,7 +298,7 @@ def move_zero_backward(
     return d.clone(), d * s, d * steps
 
 
-@torch.library.custom_op("ongrid::offset_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::offset_backward", mutates_args=())
 def offset_backward(d: Tensor, o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the offsets and the scales; that of the weights is d itself."""
     counts = block_counts(s, None)
@@ -302,7 +307,7 @@ def offset_backward(d: Tensor, o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks * spread(s, None)).reshape(o.shape), ds
 
 
-@torch.library.custom_op("ongrid::shrink_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::shrink_backward", mutates_args=())
 def shrink_backward(
     ds: Tensor, dz: Tensor, s: Tensor, z: Tensor | None, up: Tensor, down: Tensor | None, grid: str
 ) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ongrid.errors import MergeMismatch, OngridError, raise_all
-from ongrid.grid import QTensor
+from ongrid.grid import QTensor, ops
 from ongrid.nn import CodedWeight, QuantLinear, eval_mode
 from ongrid.store.shards import content_hash, tensor_hash
 from ongrid.tune.method import quantized
+
+_DECODE = getattr(torch.ops, ops.NAMESPACE).decode.default
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _Decoded(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.ongrid.decode.default:
+        if func is _DECODE:
             self.seen.codes, self.seen.scale, self.seen.zero = args[:3]
         return func(*args, **(kwargs or {}))
 
