@@ -3,6 +3,7 @@
     python benchmarks/bench_tuning.py                 # ongrid's own settings
     python benchmarks/bench_tuning.py --published     # those of the published codes
     python benchmarks/bench_tuning.py --quick         # 2 bits and little data: some minutes
+    python benchmarks/bench_tuning.py --sweep         # end-to-end learning rates around our own
     python benchmarks/bench_tuning.py --memory        # peak memory of Block-AP over rows
     python benchmarks/bench_tuning.py --autoround PYTHON   # AutoRound's own row beside ours
 
@@ -74,34 +75,44 @@ def published(bits: int) -> list[Case]:
 
 def recommended(bits: int) -> list[Case]:
     """What a sweep found for this amount of data: 64 rows, and 200 steps of 1,024 tokens."""
-    signround = "signround:iters=80,loss=relative,start=mse"
-    block_ap = "block_ap:epochs=3,weight_lr=1e-4,quant_lr=1e-4,loss=relative,start=mse"
+    signround, twice = (f"signround:iters={n},loss=relative,start=mse" for n in (40, 80))
+    qalora = "qalora:lr=3e-4"
+    start = "mse" if bits == 2 else "gptq"  # at 2 bits GPTQ's own scales are a worse start
+    block_ap = f"block_ap:epochs=3,weight_lr=1e-4,quant_lr=1e-4,loss=relative,start={start}"
     return [
         Case("rtn", bits, "rtn"),
         Case("gptq", bits, "gptq"),
-        Case("signround", bits, signround),
+        Case("signround", bits, signround),  # AutoRound's 50 iterations take longer than these
+        Case("signround_80", bits, twice),
         Case("block_ap", bits, block_ap),
         Case("block_ap+e2e_qp", bits, start="block_ap", method="peqa:lr=1e-4", steps=200),
-        Case("signround+peqa", bits, start="signround", method="peqa:lr=1e-4", steps=200),
-        Case("signround_shift", bits, signround, recipe="int{bits}_g64_shift"),
-        Case("signround_shift+qalora", bits, start="signround_shift", method="qalora", steps=200),
+        Case("signround_80+peqa", bits, start="signround_80", method="peqa:lr=1e-4", steps=200),
+        Case("signround_shift", bits, twice, recipe="int{bits}_g64_shift"),
+        Case("signround_shift+qalora", bits, start="signround_shift", method=qalora, steps=200),
+    ]
+
+
+def swept(bits: int) -> list[Case]:
+    """Learning rates on both sides of the recommended ones, from the same artifacts."""
+    rates = {"signround_80+peqa": ("3e-5", "3e-4"), "signround_shift+qalora": ("1e-4", "1e-3")}
+    known = {case.name: case for case in recommended(bits)}
+    starts = [known["signround_80"], known["signround_shift"]]
+    return starts + [
+        replace(known[name], name=f"{name}@{lr}", method=f"{name.partition('+')[2]}:lr={lr}")
+        for name, rates in rates.items()
+        for lr in rates
     ]
 
 
 def quick(bits: int) -> list[Case]:
     """The recommended rows with few steps."""
-    few = {
-        "signround": "signround:iters=12,loss=relative,start=mse",
-        "block_ap": "block_ap:epochs=2,weight_lr=1e-4,quant_lr=1e-4,loss=relative,start=mse",
-    }
-    return [
-        replace(
-            case,
-            algorithm=few.get(case.name.removesuffix("_shift"), case.algorithm),
-            steps=case.steps and 16,
-        )
-        for case in recommended(bits)
-    ]
+    few = {"iters=40": "iters=8", "iters=80": "iters=16", "epochs=3": "epochs=2"}
+    cases = recommended(bits)
+    for many, less in few.items():
+        cases = [
+            replace(c, algorithm=c.algorithm and c.algorithm.replace(many, less)) for c in cases
+        ]
+    return [replace(case, steps=case.steps and 16) for case in cases]
 
 
 def main() -> int:
@@ -109,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What training on the grid makes of a model.")
     parser.add_argument("--published", action="store_true", help="settings of the published codes")
     parser.add_argument("--quick", action="store_true", help="2 bits, 16 rows of 256 tokens")
+    parser.add_argument("--sweep", action="store_true", help="other learning rates, end to end")
     parser.add_argument("--memory", action="store_true", help="peak memory of Block-AP over rows")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
     parser.add_argument("--only", nargs="+", help="names of rows")
@@ -126,6 +138,8 @@ def main() -> int:
 
     setting, cases = ("published", published) if options.published else ("recommended", recommended)
     data, bits = Data(text=options.text), options.bits
+    if options.sweep:
+        cases = swept
     if options.quick:
         setting, cases, data, bits = "quick", quick, Data(16, 256, 8, options.text), [2]
     if options.autoround:
